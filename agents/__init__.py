@@ -1,0 +1,1 @@
+"""Who decides: everything that asks for routes and is told outcomes."""

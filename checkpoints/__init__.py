@@ -1,0 +1,1 @@
+"""Released policies, their cards, and the route tables they were trained on."""

@@ -1,0 +1,1 @@
+"""The problem: what can be decided, and what a decision is worth."""

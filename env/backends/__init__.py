@@ -1,0 +1,1 @@
+"""One file per compiler, all behind the protocol of `base.py`."""

@@ -1,0 +1,146 @@
+"""The one protocol every compiler speaks: catalog, target, build, and an engine to run and time.
+
+Owns the contract and nothing else. A backend knows models and routes; it never knows the
+environment, an agent, the accuracy gate or the statistics. Backends are loaded inside worker
+children: the parent process only asks them for `catalog()` and `target()`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routepilot.env.outcomes import Status
+from routepilot.env.routes import Catalog, Route
+
+if TYPE_CHECKING:
+    from routepilot.env.models import Model
+
+#: Named tensors, as engines take and give them.
+Tensors = Mapping[str, NDArray[np.generic]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a figure is valid for: device, compiler, catalog and measuring settings.
+
+    Attributes:
+        backend: Backend name.
+        device: Processor or GPU name.
+        versions: Versions of the compilers and libraries that shape an engine, by name.
+        catalog_key: `Catalog.key`.
+        settings: Measuring settings that change a figure, e.g. `threads`.
+    """
+
+    backend: str
+    device: str
+    versions: Mapping[str, str]
+    catalog_key: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Stable hash; records of different keys are never mixed."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def difference(self, other: Target) -> str:
+        """The first thing in which two targets differ, for messages; empty when equal."""
+        mine, theirs = asdict(self), asdict(other)
+        for name, value in mine.items():
+            if value != theirs[name]:
+                return f"{name} is {value!r} here and {theirs[name]!r} there"
+        return ""
+
+
+@dataclass(frozen=True)
+class BuildFailure:
+    """The compiler did not give an engine.
+
+    Attributes:
+        status: `BUILD_FAILED`, `REFUSED` or `OUT_OF_MEMORY`.
+        reason: The compiler's own words, one line.
+    """
+
+    status: Status
+    reason: str
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A built model, alive in this process.
+
+    Attributes:
+        hash: Hash of the optimized graph and of the settings that act at run time. Equal hashes
+            mean the same engine, which need not be measured twice.
+    """
+
+    hash: str
+
+    def run(self, inputs: Tensors) -> dict[str, NDArray[np.generic]]:
+        """Outputs by name for one input set; outputs are copies the caller owns."""
+        ...
+
+    def time(self, inputs: Tensors, seconds: float) -> list[float]:
+        """Run back to back for about `seconds` (one inference at least).
+
+        Returns:
+            Duration of each inference in milliseconds.
+        """
+        ...
+
+    def quiesce(self) -> None:
+        """Leave no thread spinning until the next `run` or `time`.
+
+        An engine whose idle threads would disturb another engine's timing gives up its session
+        here and makes it anew at the next call; others do nothing.
+        """
+        ...
+
+    def save(self, folder: Path) -> list[str]:
+        """Write what a user needs to load this engine; returns the file names written."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; the engine is not used again."""
+        ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """A compiler family seen through routes.
+
+    Attributes:
+        name: Name on the command line.
+    """
+
+    name: str
+
+    def catalog(self) -> Catalog:
+        """The knobs of the installed compiler version."""
+        ...
+
+    def target(self) -> Target:
+        """What figures measured now are valid for."""
+        ...
+
+    def build(self, model: Model, route: Route, workdir: Path) -> Engine | BuildFailure:
+        """Build `model` with `route`.
+
+        Args:
+            model: Normalised model with its input sets.
+            route: Canonical route of `catalog()`.
+            workdir: Folder for intermediate files, shared by the builds of one model; a
+                transform found there may be reused, its original seconds still count.
+
+        Returns:
+            The engine, or the reason why there is none. Raises only for faults of the machine.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Using it: collect, train, tune, compare, and the command line."""
