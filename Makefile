@@ -1,0 +1,60 @@
+# The verbs of the project. `make demo` and `make test` need nothing but Python and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The CPU build of torch this project is tested with; the package itself asks for a range.
+TORCH ?= torch==2.13.0
+SOURCES := env agents training checkpoints tests
+
+.PHONY: demo test check format bench evidence zoo clean
+
+demo: $(VENV)/.demo
+	$(BIN)/routepilot demo --out runs/demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=$(VENV)/typing $(BIN)/mypy -p routepilot
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m routepilot.training.bench
+
+evidence: $(VENV)/.dev
+	$(BIN)/routepilot evaluate --table cpu --out runs/evidence
+
+zoo: $(VENV)/.zoo
+	$(BIN)/routepilot zoo check
+
+# Each set-up installs the package in editable form with the extras it needs.
+$(VENV)/.base:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.base pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo]'
+	touch $@
+
+$(VENV)/.zoo: $(VENV)/.base pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo,zoo]'
+	touch $@
+
+# mypy reads the working tree through links that give it the installed names.
+$(VENV)/.dev: $(VENV)/.base pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo,dev]'
+	mkdir -p $(VENV)/typing/routepilot
+	for room in env agents training checkpoints; do \
+		ln -sfn ../../../$$room $(VENV)/typing/routepilot/$$room; done
+	for file in __init__.py py.typed; do \
+		ln -sfn ../../../training/public/$$file $(VENV)/typing/routepilot/$$file; done
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

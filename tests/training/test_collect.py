@@ -1,0 +1,68 @@
+"""Planning and collecting: the plan is legal and repeatable, a collection resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from routepilot.env.backends import load_backend
+from routepilot.env.models import Model
+from routepilot.env.routes import DEFAULT_ROUTE
+from routepilot.training.collect import (
+    CorpusModel,
+    Progress,
+    collect,
+    plan_routes,
+    table_from_store,
+)
+from routepilot.training.session import SessionConfig
+
+
+@pytest.mark.parametrize("count", [1, 60, 90])
+def test_plan_holds_every_single_change_and_only_legal_routes(count: int) -> None:
+    catalog = load_backend("cpu", {}).catalog()
+    plan = plan_routes(catalog, count, seed=3)
+    assert len(plan) == len(set(plan)) >= count
+    assert DEFAULT_ROUTE not in plan
+    assert set(catalog.neighbours(DEFAULT_ROUTE)) <= set(plan)
+    assert all(catalog.is_legal(route) and catalog.parse(str(route)) == route for route in plan)
+    assert plan == plan_routes(catalog, count, seed=3)
+
+
+def test_collection_resumes_where_it_stopped(tiny: Model, tmp_path: Path) -> None:
+    backend = load_backend("cpu", {})
+    plan = plan_routes(backend.catalog(), 1)[:5]
+    corpus = [CorpusModel(tiny, "toys", trained=False)]
+    store = tmp_path / "records.sqlite"
+    heard: list[Progress] = []
+
+    def run(stop_after: int) -> None:
+        heard.clear()
+        collect(
+            corpus,
+            store,
+            SessionConfig(),
+            plan,
+            tmp_path / "work",
+            controls=2,
+            on_progress=heard.append,
+            should_stop=lambda: sum(p.outcome is not None for p in heard) >= stop_after,
+        )
+
+    run(2)
+    assert sum(p.outcome is not None for p in heard) == 2
+    run(99)
+    assert sum(p.outcome is not None for p in heard) == 3 + 2
+    run(99)
+    assert sum(p.outcome is not None for p in heard[: len(plan)]) == 0
+
+    table = table_from_store(store, backend.target().key, [tiny.fingerprint], {"seed": 0})
+    outcomes = table.outcomes[tiny.fingerprint]
+    assert set(outcomes) == {DEFAULT_ROUTE, *plan}
+    assert len(outcomes[DEFAULT_ROUTE]) == 3
+    card = table.card(tiny.fingerprint)
+    assert card is not None
+    assert (card.family, card.trained) == ("toys", False)
+    assert card.default_latency_ms > 0
+    assert table.manifest["seed"] == 0

@@ -1,0 +1,199 @@
+"""The A/A study: what the timing says of two builds of the same default route.
+
+Owns the evidence for the constants of `env/measure.py`: every repeat builds a second default
+engine beside the first, so whatever differs is noise. Run on a quiet machine:
+
+    python -m routepilot.training.aa_study --repeats 30 --models FOLDER [FOLDER ...]
+
+with folders of prepared models. Knows no agent and keeps no records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from routepilot.env.backends import load_backend
+from routepilot.env.backends.base import BuildFailure, Engine
+from routepilot.env.errors import InputError, ModelError, RoutePilotError
+from routepilot.env.measure import Timeable, TimingPlan, confirm, measure_paired
+from routepilot.env.models import Model
+from routepilot.env.outcomes import Measurement
+from routepilot.env.routes import DEFAULT_ROUTE
+from routepilot.env.worker_child import Bound
+
+Method = Callable[[Timeable, Timeable, TimingPlan], Measurement]
+
+#: What the search does with a route, and what the confirmation does with its winner.
+METHODS: Mapping[str, Method] = {"paired": measure_paired, "ABBA confirm": confirm}
+
+
+@dataclass(frozen=True)
+class NoiseRow:
+    """What repeated A/A measurements of one model by one method gave.
+
+    Attributes:
+        model: Model name.
+        method: Key of `METHODS`.
+        repeats: Measurements, each of a freshly built second engine.
+        false_wins: Share whose interval lies above zero.
+        coverage: Share whose interval holds zero.
+        bare_coverage: The same without the plan's margin.
+        deviation: Standard deviation of the estimates, log ratio.
+        worst: Largest absolute estimate.
+        needed_margin: Margin with which 95 % of the intervals would hold zero.
+        rounds: Mean rounds.
+        seconds: Mean wall-clock seconds of one measurement.
+    """
+
+    model: str
+    method: str
+    repeats: int
+    false_wins: float
+    coverage: float
+    bare_coverage: float
+    deviation: float
+    worst: float
+    needed_margin: float
+    rounds: float
+    seconds: float
+
+
+def summarize(
+    model: str, method: str, found: Sequence[tuple[Measurement, float]], margin: float
+) -> NoiseRow:
+    """Figures of a list of A/A measurements and their seconds.
+
+    Args:
+        model: Model name.
+        method: Key of `METHODS`.
+        found: Measurements made with a margin of zero.
+        margin: Margin to judge them with.
+    """
+    low = np.array([m.low for m, _ in found])
+    high = np.array([m.high for m, _ in found])
+    estimates = np.array([m.log_speedup for m, _ in found])
+    distance = np.maximum(0.0, np.maximum(low, -high))  # of zero from the bare interval
+    return NoiseRow(
+        model=model,
+        method=method,
+        repeats=len(found),
+        false_wins=float(np.mean(low > margin)),
+        coverage=float(np.mean(distance <= margin)),
+        bare_coverage=float(np.mean(distance <= 0)),
+        deviation=float(np.std(estimates)),
+        worst=float(np.abs(estimates).max()),
+        needed_margin=float(np.quantile(distance, 0.95)),
+        rounds=float(np.mean([m.rounds for m, _ in found])),
+        seconds=float(np.mean([seconds for _, seconds in found])),
+    )
+
+
+def study(
+    models: Sequence[Model],
+    plan: TimingPlan,
+    *,
+    backend: str = "cpu",
+    options: Mapping[str, str] | None = None,
+    repeats: int = 30,
+) -> Iterator[NoiseRow]:
+    """Measure default against default, method by method.
+
+    Args:
+        models: Prepared models.
+        plan: Timing plan; a repeat changes its seed.
+        backend: Backend name.
+        options: Backend options.
+        repeats: Second engines built for each model.
+
+    Raises:
+        InputError: `repeats` is not positive.
+        ModelError: The default route of a model does not build.
+    """
+    if repeats < 1:
+        raise InputError(f"{repeats} repeats are not allowed; give 1 or more")
+    compiler = load_backend(backend, options or {})
+    for model in models:
+        inputs = model.selection()[0]
+        found: dict[str, list[tuple[Measurement, float]]] = {name: [] for name in METHODS}
+        with tempfile.TemporaryDirectory() as workdir:
+
+            def build(model: Model = model, workdir: str = workdir) -> Engine:
+                engine = compiler.build(model, DEFAULT_ROUTE, Path(workdir))
+                if isinstance(engine, BuildFailure):
+                    raise ModelError(f"the default route of {model.name}: {engine.reason}")
+                return engine
+
+            for repeat in range(repeats):
+                first, second = build(), build()
+                pair = Bound(first, inputs), Bound(second, inputs)
+                bare = replace(plan, margin=0.0, seed=plan.seed + repeat)
+                for name, method in METHODS.items():
+                    start = time.perf_counter()
+                    measured = method(*pair, bare)
+                    found[name].append((measured, time.perf_counter() - start))
+                first.close()
+                second.close()
+        for name, measurements in found.items():
+            yield summarize(model.name, name, measurements, plan.margin)
+
+
+def markdown(rows: Sequence[NoiseRow], margin: float) -> str:
+    """The study as a Markdown table."""
+    lines = [
+        f"Margin {100 * margin:.2g} % on each side. Coverage is of 0; 'bare' is without the margin.",
+        "",
+        "| model | method | repeats | false wins | coverage | bare | sd | worst | margin needed"
+        " | rounds | seconds |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row.model} | {row.method} | {row.repeats} | {row.false_wins:.0%}"
+            f" | {row.coverage:.0%} | {row.bare_coverage:.0%} | {row.deviation:.2%}"
+            f" | {row.worst:.2%} | {row.needed_margin:.2%} | {row.rounds:.1f}"
+            f" | {row.seconds:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the study from the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="routepilot.training.aa_study", description="A/A study")
+    parser.add_argument("--models", nargs="+", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cpu", type=int, help="core to stay on")
+    given = parser.parse_args(arguments)
+    plan = TimingPlan()
+    rows = []
+    try:
+        if given.cpu is not None:
+            if given.cpu not in os.sched_getaffinity(0):
+                raise InputError(f"core {given.cpu} is not available; choose another")
+            os.sched_setaffinity(0, {given.cpu})
+        models = [Model.load(folder) for folder in given.models]
+        options = {"threads": str(given.threads)}
+        for row in study(
+            models, plan, backend=given.backend, options=options, repeats=given.repeats
+        ):
+            print(f"{row.model}: {row.method} done", file=sys.stderr)
+            rows.append(row)
+    except RoutePilotError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(markdown(rows, plan.margin))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

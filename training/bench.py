@@ -1,0 +1,120 @@
+"""`make bench`: the figures the README quotes about RoutePilot's own cost, measured here and now.
+
+Owns nothing but measuring; every figure is printed with its spread, as a Markdown table.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from routepilot.env.tables import load_table
+from routepilot.training.defaults import find_table
+
+#: Repeats of each short measurement.
+REPEATS = 7
+
+
+def spread(values: list[float], unit: str) -> str:
+    """`0.21 s (0.20 to 0.24)`: median, lowest, highest."""
+    return f"{statistics.median(values):.3g} {unit} ({min(values):.3g} to {max(values):.3g})"
+
+
+def help_seconds() -> str:
+    """Start of `routepilot --help`, beside a bare interpreter in pairs."""
+    ours, bare = [], []
+    for _ in range(REPEATS + 1):
+        for command, times in (
+            ([sys.executable, "-m", "routepilot.training.cli", "--help"], ours),
+            ([sys.executable, "-c", "pass"], bare),
+        ):
+            start = time.perf_counter()
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            times.append(time.perf_counter() - start)
+    return f"{spread(ours[1:], 's')}; bare interpreter {spread(bare[1:], 's')}"
+
+
+def environment_steps() -> str:
+    """Environment steps a second on the recorded backend, one core, everything on."""
+    from routepilot.training.train import steps_per_second
+
+    table = load_table(find_table("cpu"))
+    return spread([steps_per_second(table) for _ in range(REPEATS)], "steps/s")
+
+
+def tune_cost() -> tuple[str, str]:
+    """Overhead of `tune` beyond building and timing, and the parent's peak memory."""
+    from routepilot.env import zoo
+
+    name = "ddddocr" if zoo.available(zoo.entry("ddddocr")) is None else "resnet"
+    shares, peaks = [], []
+    for seed in range(3):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "routepilot.training.cli", "tune", f"zoo:{name}"]
+            command += ["-o", folder, "--max-builds", "6", "--seed", str(seed), "--json"]
+            result, peak = _with_peak_memory(command)
+            shares.append(100 * result["overhead_seconds"] / result["seconds"])
+            peaks.append(peak / 2**20)
+    return f"{spread(shares, '%')} of the run on {name}", spread(peaks, "MiB")
+
+
+def _with_peak_memory(command: list[str]) -> tuple[dict[str, float], float]:
+    """Run a command; its JSON and the largest resident memory of the parent process alone."""
+    import json
+
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    peak, watched = 0.0, psutil.Process(process.pid)
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.05):
+            try:
+                peak = max(peak, float(watched.memory_info().rss))
+            except psutil.Error:
+                return
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    output, _ = process.communicate()
+    done.set()
+    watcher.join()
+    return json.loads(output), peak
+
+
+def training_seconds() -> str:
+    """Wall-clock seconds to the shipped policy's configuration, once."""
+    from routepilot.training.train import TrainConfig, train
+
+    table = load_table(find_table("cpu"))
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        train(table, TrainConfig(), held_out=("crnn",), out=Path(folder))
+    return f"{time.perf_counter() - start:.0f} s, once"
+
+
+def main() -> None:
+    """Measure everything and print the table."""
+    overhead, memory = tune_cost()
+    rows: list[tuple[str, Callable[[], str]]] = [
+        ("`routepilot --help`", help_seconds),
+        ("environment, recorded backend, one core", environment_steps),
+        ("training to the shipped policy", training_seconds),
+        ("`tune` beyond building and timing", lambda: overhead),
+        ("peak memory of the parent of `tune`", lambda: memory),
+    ]
+    print("| what | median (lowest to highest) |\n| --- | --- |")
+    for name, measure in rows:
+        print(f"| {name} | {measure()} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

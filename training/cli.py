@@ -1,0 +1,343 @@
+"""The command line: `routepilot`. Each verb is thin; the work is in the module of its name.
+
+Owns verbs, options, help texts and exit codes: 0 success, 1 failure, 2 usage or bad input, 130
+interrupted with everything saved. Heavy imports happen inside the verbs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from routepilot.env.errors import RoutePilotError
+
+app = typer.Typer(
+    name="routepilot",
+    help="Learned selection of compiler build routes: fewer builds for the same speed-up.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ModelArg = Annotated[
+    str, typer.Argument(help="ONNX file, or zoo:NAME (see `routepilot zoo list`).")
+]
+BackendOpt = Annotated[str, typer.Option("--backend", "-b", help="Compiler to build with.")]
+ThreadsOpt = Annotated[int, typer.Option(help="Threads an engine may use.")]
+JsonOpt = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+SeedOpt = Annotated[int, typer.Option(help="Seed of inputs and agents.")]
+ShapeOpt = Annotated[
+    list[str] | None,
+    typer.Option("--shape", help="Shape of a dynamic input, name=1x3x224x224; repeatable."),
+]
+InputsOpt = Annotated[
+    list[Path] | None,
+    typer.Option("--inputs", help=".npz input set, one array an input; repeatable."),
+]
+ToleranceOpt = Annotated[
+    float, typer.Option(help="Largest loss allowed on every output, by --metric.")
+]
+MetricOpt = Annotated[str, typer.Option(help="rel_l2, or one of trtexec's l0 l1 l2 lInf cos.")]
+LimitOpt = Annotated[
+    list[str] | None,
+    typer.Option("--limit", help="Limit of one output, name=0.05; repeatable."),
+]
+BuildsOpt = Annotated[
+    int, typer.Option(help="Routes to build, failures included; default and confirmation on top.")
+]
+SecondsOpt = Annotated[
+    float | None, typer.Option(help="Seconds of building and measuring to spend.")
+]
+OutOpt = Annotated[Path, typer.Option("--out", "-o", help="Folder for results.")]
+DeadlineOpt = Annotated[float, typer.Option(help="Seconds one build with its timing may take.")]
+
+
+@app.command()
+def tune(
+    model: ModelArg,
+    out: OutOpt = Path("routepilot-out"),
+    backend: BackendOpt = "cpu",
+    policy: Annotated[
+        str | None, typer.Option(help="Released policy by name, or a .safetensors file.")
+    ] = None,
+    agent: Annotated[str | None, typer.Option(help="Choose by another agent, e.g. random.")] = None,
+    max_builds: BuildsOpt = 8,
+    max_seconds: SecondsOpt = None,
+    shape: ShapeOpt = None,
+    inputs: InputsOpt = None,
+    tolerance: ToleranceOpt = 1e-2,
+    metric: MetricOpt = "rel_l2",
+    limit: LimitOpt = None,
+    threads: ThreadsOpt = 1,
+    deadline: DeadlineOpt = 120.0,
+    seed: SeedOpt = 0,
+    json: JsonOpt = False,
+) -> None:
+    """Find the fastest accurate route for a model.
+
+    Spends a handful of builds. Writes result.json, report.html, the record store and the winning model into OUT; the same
+    command again continues where it was. Never answers with an engine slower or less accurate
+    than the default.
+
+    Example: routepilot tune model.onnx -o tuned --shape input=1x3x224x224 --max-builds 6
+    """
+    from routepilot.training import console
+    from routepilot.training.inputs import gate_from_options, prepare_model
+    from routepilot.training.report import write_report
+    from routepilot.training.session import SessionConfig
+    from routepilot.training.tune import tune as run
+
+    gate = gate_from_options(metric, tolerance, limit)
+    prepared = prepare_model(model, shape, inputs, seed).model
+    with console.Steps(f"tune {prepared.name}", max_builds, quiet=json) as steps:
+        result = run(
+            prepared,
+            backend=backend,
+            policy=policy,
+            agent=agent,
+            max_builds=max_builds,
+            max_seconds=max_seconds,
+            out=out,
+            gate=gate,
+            threads=threads,
+            seed=seed,
+            config=SessionConfig(deadline_seconds=deadline),
+            say=(lambda _: None) if json else console.say,
+            on_outcome=lambda number, outcome: steps.step(number, console.outcome_text(outcome)),
+        )
+    write_report(out)
+    if json:
+        console.print_json(result.as_json())
+        return
+    if result.is_default:
+        console.out.print(
+            f"{result.model}: the default route stays ({result.confirmed.note});"
+            f" {result.search.builds} builds, {result.seconds:.0f} s",
+            markup=False,
+        )
+    else:
+        console.out.print(
+            f"{result.model}: {console.speedup_text(*result.confirmed.speedup)} over the default"
+            f" with {result.route}; {result.search.builds} builds, {result.seconds:.0f} s",
+            markup=False,
+        )
+    console.out.print(f"written to {out}: result.json, report.html, model/", markup=False)
+
+
+@app.command()
+def compare(
+    model: ModelArg,
+    agents: Annotated[
+        str, typer.Option(help="Agents, separated by commas (`routepilot agents` lists them).")
+    ] = "default,ppo,fast,random",
+    out: OutOpt = Path("routepilot-out"),
+    backend: BackendOpt = "cpu",
+    policy: Annotated[str | None, typer.Option(help="Policy for ppo.")] = None,
+    table: Annotated[
+        str | None, typer.Option(help="Route table for agents that learn from one.")
+    ] = None,
+    max_builds: BuildsOpt = 6,
+    max_seconds: SecondsOpt = None,
+    shape: ShapeOpt = None,
+    inputs: InputsOpt = None,
+    tolerance: ToleranceOpt = 1e-2,
+    metric: MetricOpt = "rel_l2",
+    limit: LimitOpt = None,
+    threads: ThreadsOpt = 1,
+    deadline: DeadlineOpt = 120.0,
+    seed: SeedOpt = 0,
+    json: JsonOpt = False,
+) -> None:
+    """Run several agents on a model at equal budgets.
+
+    Example: routepilot compare zoo:ddddocr --agents default,ppo,fast,random --max-builds 6
+    """
+    from routepilot.training import console
+    from routepilot.training.compare import compare as run
+    from routepilot.training.inputs import gate_from_options, prepare_model
+    from routepilot.training.search import Budget
+    from routepilot.training.session import SessionConfig
+
+    config = SessionConfig(
+        backend=backend,
+        options={"threads": str(threads)},
+        gate=gate_from_options(metric, tolerance, limit),
+        deadline_seconds=deadline,
+    )
+    named = prepare_model(model, shape, inputs, seed)
+    names = [name.strip() for name in agents.split(",") if name.strip()]
+    with console.Steps(f"compare on {named.model.name}", max_builds, quiet=json) as steps:
+        rows = run(
+            named,
+            names,
+            Budget(max_builds, max_seconds),
+            config,
+            out,
+            table=table,
+            policy=policy,
+            seed=seed,
+            say=(lambda _: None) if json else console.say,
+            on_outcome=lambda agent, number, outcome: steps.step(
+                number, f"{agent}: {console.outcome_text(outcome)}", note=agent
+            ),
+        )
+    if json:
+        console.print_json({"agents": {name: row.as_json() for name, row in rows.items()}})
+        return
+    console.print_comparison(f"{named.model.name}: {max_builds} builds each", rows)
+
+
+@app.command()
+def knobs(backend: BackendOpt = "cpu", threads: ThreadsOpt = 1, json: JsonOpt = False) -> None:
+    """List the knobs of a backend.
+
+    Example: routepilot knobs --backend cpu --threads 2
+    """
+    from routepilot.env.backends import load_backend
+    from routepilot.training import console
+
+    catalog = load_backend(backend, {"threads": str(threads)}).catalog()
+    rows = [
+        {
+            "name": k.name,
+            "values": list(k.values),
+            "default": k.default,
+            "help": k.help,
+            "marks": list(k.marks),
+        }
+        for k in catalog.knobs
+    ]
+    if json:
+        console.print_json(rows)
+        return
+    console.print_table(
+        f"{catalog.name} {catalog.version}: {len(rows)} knobs",
+        ("knob", "values", "default", "what it does"),
+        [(k.name, "|".join(k.values), k.default, k.help) for k in catalog.knobs],
+    )
+
+
+@app.command()
+def features(
+    model: ModelArg,
+    shape: ShapeOpt = None,
+    inputs: InputsOpt = None,
+    seed: SeedOpt = 0,
+    json: JsonOpt = False,
+) -> None:
+    """Show what is known of a model before a build.
+
+    Example: routepilot features model.onnx --shape input=1x3x224x224
+    """
+    from routepilot.env.features import describe, model_features
+    from routepilot.training import console
+    from routepilot.training.inputs import prepare_model
+
+    prepared = prepare_model(model, shape, inputs, seed).model
+    values = model_features(prepared)
+    rows = [(name, value, help) for (name, help), value in zip(describe(), values, strict=True)]
+    if json:
+        console.print_json(
+            {"model": prepared.name, "fingerprint": prepared.fingerprint}
+            | {"features": {name: value for name, value, _ in rows}}
+        )
+        return
+    console.print_table(
+        f"{prepared.name} ({prepared.fingerprint[:12]})",
+        ("feature", "value", "meaning"),
+        [(name, f"{value:.4g}", help) for name, value, help in rows],
+    )
+
+
+@app.command()
+def agents(json: JsonOpt = False) -> None:
+    """List the agents that can choose routes.
+
+    Example: routepilot agents
+    """
+    from routepilot.agents import AGENTS
+    from routepilot.training import console
+
+    if json:
+        console.print_json([{"name": name, "help": help} for name, help in AGENTS.items()])
+        return
+    console.print_table("agents", ("agent", "how it chooses"), list(AGENTS.items()))
+
+
+@app.command()
+def doctor(backend: BackendOpt = "cpu", json: JsonOpt = False) -> None:
+    """Check what works on this machine, one line a contract.
+
+    Example: routepilot doctor --backend cpu --json
+    """
+    from routepilot.training import console
+    from routepilot.training.doctor import run_checks
+
+    checks = [check.as_json() for check in run_checks(backend)]
+    failed = any(check["status"] == "fail" for check in checks)
+    if json:
+        console.print_json(checks)
+    else:
+        console.print_table(
+            f"doctor: {backend}",
+            ("check", "status", "detail", "what to do"),
+            [(c["check"], c["status"], c["detail"], c["hint"]) for c in checks],
+        )
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder that `routepilot tune -o` wrote.")],
+) -> None:
+    """Write report.html of a finished run anew.
+
+    Example: routepilot report tuned
+    """
+    from routepilot.training import console
+    from routepilot.training.report import write_report
+
+    console.out.print(str(write_report(run)), markup=False)
+
+
+@app.command()
+def demo(
+    out: OutOpt = Path("routepilot-demo"),
+    max_builds: BuildsOpt = 6,
+    seed: SeedOpt = 0,
+    json: JsonOpt = False,
+) -> None:
+    """Train a policy, then tune a model it never saw.
+
+    Takes a few minutes on two cores.
+
+    Example: routepilot demo -o demo
+    """
+    from routepilot.training.demo import run_demo
+
+    run_demo(out, max_builds=max_builds, seed=seed, as_json=json)
+
+
+def main() -> None:
+    """Entry point: run a verb, turn our errors into one line and an exit code."""
+    from routepilot.training import cli_corpus, cli_learning  # noqa: F401  (they add verbs)
+
+    try:
+        app(standalone_mode=True)
+    except RoutePilotError as error:
+        sys.stderr.write(f"routepilot: {' '.join(str(error).split())}\n")
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            "routepilot: interrupted; everything so far is saved, repeat the command\n"
+        )
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Verbs about models and measurements: `zoo`, `collect`, `records`.
+
+Imported by `cli.main`, which owns the application object.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from routepilot.env.errors import InputError
+from routepilot.training.cli import BackendOpt, JsonOpt, SeedOpt, ThreadsOpt, app
+
+if TYPE_CHECKING:
+    from routepilot.training.collect import CorpusModel
+
+zoo_app = typer.Typer(help="The corpus: list, export and check its models.", no_args_is_help=True)
+records_app = typer.Typer(help="Route tables: describe, export, import.", no_args_is_help=True)
+app.add_typer(zoo_app, name="zoo")
+app.add_typer(records_app, name="records")
+
+
+@zoo_app.command("list")
+def zoo_list(json: JsonOpt = False) -> None:
+    """List the corpus: families, splits, licences.
+
+    Example: routepilot zoo list --json
+    """
+    from routepilot.env import zoo
+    from routepilot.training import console
+
+    rows = zoo.listing()
+    if json:
+        console.print_json(rows)
+        return
+    console.print_table(
+        f"{len(rows)} models",
+        ("model", "family", "split", "weights", "parameters", "licence"),
+        [
+            (
+                row["name"],
+                row["family"],
+                row["split"],
+                "trained" if row["trained"] else "random",
+                f"{row['parameters']:,}",
+                row["licence"],
+            )
+            for row in rows
+        ],
+    )
+
+
+@zoo_app.command("export")
+def zoo_export(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the models.")] = Path("zoo"),
+    names: Annotated[
+        str | None, typer.Option(help="Models, separated by commas; all when absent.")
+    ] = None,
+) -> None:
+    """Write the corpus as prepared model folders: model.onnx, input sets, references.
+
+    Example: routepilot zoo export -o zoo --names ddddocr,resnet
+    """
+    from routepilot.env import zoo
+    from routepilot.training import console
+    from routepilot.training.files import ensure_folder
+
+    chosen = _names(names)
+    ensure_folder(out)
+    with console.Steps("export", len(chosen)) as steps:
+        done = 0
+
+        def hear(name: str) -> None:
+            nonlocal done
+            done += 1
+            steps.step(done, name)
+
+        zoo.export(chosen, out, hear)
+
+
+@zoo_app.command("check")
+def zoo_check(
+    names: Annotated[
+        str | None, typer.Option(help="Models, separated by commas; all when absent.")
+    ] = None,
+    json: JsonOpt = False,
+) -> None:
+    """Compare each model's fingerprint with the one checked in.
+
+    Example: routepilot zoo check --names resnet
+    """
+    from routepilot.env import zoo
+    from routepilot.training import console
+
+    rows = zoo.check(_names(names))
+    if json:
+        console.print_json([{"name": n, "ok": ok, "detail": d} for n, ok, d in rows])
+    else:
+        console.print_table(
+            "fingerprints",
+            ("model", "same", "detail"),
+            [(n, "yes" if ok else "NO", d) for n, ok, d in rows],
+        )
+    if not all(ok for _, ok, _ in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def collect(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Table file to write.")] = Path(
+        "table.parquet"
+    ),
+    models: Annotated[
+        str, typer.Option(help="zoo, or zoo names or ONNX files separated by commas.")
+    ] = "zoo",
+    backend: BackendOpt = "cpu",
+    threads: ThreadsOpt = 1,
+    routes: Annotated[int, typer.Option(help="Routes a model, common to all.")] = 96,
+    controls: Annotated[int, typer.Option(help="Rebuilds of the default a model.")] = 3,
+    workers: Annotated[
+        int, typer.Option(help="Models measured at once, each pinned to a core of its own.")
+    ] = 1,
+    deadline: Annotated[float, typer.Option(help="Seconds one build may take.")] = 120.0,
+    seed: SeedOpt = 0,
+    json: JsonOpt = False,
+) -> None:
+    """Measure many routes on many models into a table.
+
+    Runs unattended; every outcome is on disk at once, beside the table, and the same command
+    again continues. Keep the machine quiet meanwhile.
+
+    Example: routepilot collect -o cpu.parquet --models zoo --routes 96 --workers 2
+    """
+    from routepilot.env.backends import load_backend
+    from routepilot.env.tables import save_table
+    from routepilot.training import collect as collecting
+    from routepilot.training import console
+    from routepilot.training.files import ensure_folder
+    from routepilot.training.session import SessionConfig
+
+    if threads * workers > (os.cpu_count() or 1):
+        raise InputError(
+            f"{workers} workers of {threads} threads need {threads * workers} cores and there are"
+            f" {os.cpu_count()}; lower --workers"
+        )
+    ensure_folder(out.parent)
+    store = out.with_suffix(".sqlite")
+    config = SessionConfig(
+        backend=backend, options={"threads": str(threads)}, deadline_seconds=deadline
+    )
+    compiler = load_backend(backend, config.options)
+    corpus = _corpus(models, seed)
+    plan = collecting.plan_routes(compiler.catalog(), routes, seed)
+    total = len(corpus) * (len(plan) + controls + 1)
+    stop = threading.Event()
+    previous = signal.signal(signal.SIGINT, lambda *_: stop.set())
+    try:
+        with console.Steps("collect", total, quiet=json) as steps:
+            lock, done = threading.Lock(), {"steps": 0}
+
+            def hear(progress: collecting.Progress) -> None:
+                with lock:
+                    done["steps"] += 1
+                    where = f"{progress.model} {progress.done}/{progress.planned}"
+                    if progress.error:
+                        steps.step(done["steps"], f"{where} given up: {progress.error}")
+                    elif progress.outcome is not None:
+                        text = console.outcome_text(progress.outcome)
+                        steps.step(done["steps"], f"{where} {text}", note=progress.model)
+
+            collecting.collect(
+                corpus,
+                store,
+                config,
+                plan,
+                out.parent / f"{out.stem}-work",
+                controls=controls,
+                cores=tuple(range(workers)) if threads == 1 else (),
+                on_progress=hear,
+                should_stop=stop.is_set,
+            )
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if stop.is_set():
+        raise KeyboardInterrupt
+    table = collecting.table_from_store(
+        store,
+        compiler.target().key,
+        [entry.model.fingerprint for entry in corpus],
+        {"seed": seed, "routes": len(plan), "controls": controls},
+    )
+    save_table(table, out)
+    if json:
+        console.print_json({"table": str(out), "models": len(table.models), "routes": len(plan)})
+    else:
+        console.out.print(f"written: {out} ({len(table.models)} models)", markup=False)
+
+
+@records_app.command("describe")
+def records_describe(
+    table: Annotated[str, typer.Argument(help="Table file, or the name of a released table.")],
+    tolerance: Annotated[float, typer.Option(help="Limit on the relative L2 error.")] = 1e-2,
+    json: JsonOpt = False,
+) -> None:
+    """Say what a table holds: coverage, best gain by model, failures, controls.
+
+    Example: routepilot records describe cpu --tolerance 0.03
+    """
+    from routepilot.env.accuracy import Gate
+    from routepilot.env.tables import describe_table, load_table
+    from routepilot.training import console
+    from routepilot.training.defaults import find_table
+
+    facts = describe_table(load_table(find_table(table)), Gate(limit=tolerance))
+    if json:
+        console.print_json(facts)
+        return
+    console.print_description(facts)
+
+
+@records_app.command("export")
+def records_export(
+    store: Annotated[Path, typer.Argument(help="Record store (.sqlite).")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Table file to write.")],
+) -> None:
+    """Write a record store as a portable table file.
+
+    Example: routepilot records export table.sqlite -o table.parquet
+    """
+    from routepilot.env.store import RecordStore
+    from routepilot.env.tables import save_table
+    from routepilot.training import console
+    from routepilot.training.manifest import manifest
+
+    if not store.is_file():
+        raise InputError(f"record store {str(store)!r} does not exist; give a .sqlite file")
+    with RecordStore(store) as source:
+        save_table(source.table(manifest=manifest()), out)
+    console.out.print(f"written: {out}", markup=False)
+
+
+@records_app.command("import")
+def records_import(
+    table: Annotated[str, typer.Argument(help="Table file, or the name of a released table.")],
+    store: Annotated[Path, typer.Option("--store", help="Record store to add to.")],
+) -> None:
+    """Put a table's records into a record store; what is there stays.
+
+    Example: routepilot records import cpu --store mine.sqlite
+    """
+    from routepilot.env.store import RecordStore
+    from routepilot.env.tables import load_table
+    from routepilot.training import console
+    from routepilot.training.defaults import find_table
+
+    source = load_table(find_table(table))
+    with RecordStore(store) as target:
+        target.put_table(source)
+    console.out.print(f"{len(source.models)} models imported into {store}", markup=False)
+
+
+def _names(text: str | None) -> list[str]:
+    from routepilot.env import zoo
+
+    if text is None:
+        return [entry.name for entry in zoo.ENTRIES]
+    return [zoo.entry(name.strip()).name for name in text.split(",") if name.strip()]
+
+
+def _corpus(models: str, seed: int) -> list[CorpusModel]:
+    from routepilot.env import zoo
+    from routepilot.training.collect import CorpusModel
+    from routepilot.training.inputs import prepare_model
+
+    if models == "zoo":
+        missing = [(e.name, zoo.available(e)) for e in zoo.ENTRIES]
+        lacking = [f"{name} ({why})" for name, why in missing if why]
+        if lacking:
+            raise InputError(f"not available here: {'; '.join(lacking)}; or name --models")
+        texts = [f"zoo:{entry.name}" for entry in zoo.ENTRIES]
+    else:
+        names = {entry.name for entry in zoo.ENTRIES}
+        given = [text.strip() for text in models.split(",") if text.strip()]
+        texts = [f"zoo:{text}" if text in names else text for text in given]
+    prepared = [prepare_model(text, None, None, seed) for text in texts]
+    return [CorpusModel(named.model, named.family, named.trained) for named in prepared]

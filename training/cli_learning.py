@@ -1,0 +1,102 @@
+"""Verbs about learning: `train` and `evaluate`.
+
+Imported by `cli.main`, which owns the application object.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from routepilot.training.cli import JsonOpt, SeedOpt, app
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the policy.")] = Path(
+        "policy"
+    ),
+    table: Annotated[str, typer.Option(help="Route table: a file or a released name.")] = "cpu",
+    hold_out: Annotated[
+        str, typer.Option(help="Families left out of training, separated by commas.")
+    ] = "",
+    max_seconds: Annotated[
+        float | None, typer.Option(help="Stop training after this many seconds.")
+    ] = None,
+    seed: SeedOpt = 0,
+    json: JsonOpt = False,
+) -> None:
+    """Train a policy on a route table.
+
+    Needs the extra `train`. Interrupting saves the policy as it is.
+
+    Example: routepilot train --table cpu --hold-out crnn -o policy
+    """
+    from routepilot.env.errors import InputError
+    from routepilot.env.tables import load_table
+    from routepilot.training import console
+    from routepilot.training.defaults import find_table
+    from routepilot.training.train import TrainConfig
+    from routepilot.training.train import train as run
+
+    source = load_table(find_table(table))
+    families = tuple(name.strip() for name in hold_out.split(",") if name.strip())
+    unknown = sorted(set(families) - set(source.families))
+    if unknown:
+        raise InputError(
+            f"family {unknown[0]!r} is not in the table; it has {', '.join(source.families)}"
+        )
+    result = run(
+        source,
+        TrainConfig(seed=seed, max_seconds=max_seconds),
+        held_out=families,
+        out=out,
+        say=(lambda _: None) if json else console.say,
+    )
+    if json:
+        console.print_json(result.as_json())
+        return
+    console.out.print(f"written: {result.path}", markup=False)
+
+
+@app.command()
+def evaluate(
+    table: Annotated[str, typer.Option(help="Route table: a file or a released name.")] = "cpu",
+    agents: Annotated[
+        str, typer.Option(help="Agents, separated by commas; all that need no training if absent.")
+    ] = "",
+    tolerance: Annotated[float, typer.Option(help="Limit on the relative L2 error.")] = 1e-2,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for evaluation.json.")] = Path(
+        "evaluation"
+    ),
+    seeds: Annotated[int, typer.Option(help="Search seeds a model.")] = 3,
+    seed: SeedOpt = 0,
+    json: JsonOpt = False,
+) -> None:
+    """Compare agents by replay, one family held out.
+
+    `ppo` trains one policy a held-out family, which takes minutes each.
+
+    Example: routepilot evaluate --table cpu --agents random,best-on-average,two-way-gp
+    """
+    from routepilot.training import console
+    from routepilot.training.evaluate import AGENTS_WITHOUT_TRAINING
+    from routepilot.training.evaluate import evaluate as run
+    from routepilot.training.files import ensure_folder, write_json
+
+    names = [name.strip() for name in agents.split(",") if name.strip()]
+    result = run(
+        table,
+        names or list(AGENTS_WITHOUT_TRAINING),
+        tolerance=tolerance,
+        seeds=seeds,
+        seed=seed,
+        say=(lambda _: None) if json else console.say,
+    )
+    write_json(ensure_folder(out) / "evaluation.json", result)
+    if json:
+        console.print_json(result)
+        return
+    console.print_evaluation(result)

@@ -1,0 +1,215 @@
+"""`collect`: measure many routes on many models into one route table.
+
+Owns the plan of routes and the unattended run: one pinned worker a core, every outcome recorded
+as it comes, repeats as controls, resumed by repeating the command. Knows no agent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from routepilot.env.accuracy import Gate
+from routepilot.env.errors import RoutePilotError
+from routepilot.env.models import Model
+from routepilot.env.outcomes import Outcome
+from routepilot.env.records import RouteTable
+from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route, combine
+from routepilot.env.store import RecordStore
+from routepilot.training.manifest import manifest
+from routepilot.training.session import Session, SessionConfig
+
+#: Gate while collecting: anything that resembles the reference is timed, so that a table can be
+#: replayed at any tolerance below this.
+COLLECT_GATE = Gate(metric="rel_l2", limit=0.5)
+
+
+@dataclass(frozen=True)
+class CorpusModel:
+    """A model to collect, with what the table says of it."""
+
+    model: Model
+    family: str
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One step of a collection.
+
+    Attributes:
+        model: Model name.
+        done: Outcomes of this model on record.
+        planned: Outcomes planned for it.
+        outcome: The newest outcome; None when it was on record already.
+        error: Why the model was given up; empty otherwise.
+    """
+
+    model: str
+    done: int
+    planned: int
+    outcome: Outcome | None = None
+    error: str = ""
+
+
+def plan_routes(catalog: Catalog, count: int, seed: int = 0) -> list[Route]:
+    """Routes common to all models: one-knob changes, crosses of the strong knobs, random fill.
+
+    Args:
+        catalog: Catalog of the backend.
+        count: How many routes; the structured ones come first even if they are more.
+        seed: Seed of the random part.
+
+    Returns:
+        Legal routes without the default, each once: every one-knob change, the full product of
+        the knobs marked `engine` or `precision`, that product's members each with one more
+        change, drawn at random, until `count`.
+    """
+    strong = [k for k in catalog.knobs if {"engine", "precision"} & set(k.marks)]
+    product = [
+        dict(zip((k.name for k in strong), values, strict=True))
+        for values in itertools.product(*(k.all_values for k in strong))
+    ]
+    routes = dict.fromkeys(catalog.neighbours(DEFAULT_ROUTE))
+    routes.update(dict.fromkeys(combine(catalog, product)))
+    routes.pop(DEFAULT_ROUTE, None)
+    rng = random.Random(seed)
+    bases = [route for route in routes]
+    weak = [k for k in catalog.knobs if k not in strong and k.alternatives]
+    attempts = 0
+    while len(routes) < count and weak and attempts < 100 * count:
+        attempts += 1
+        settings = dict(rng.choice(bases).values)
+        for knob in rng.sample(weak, k=min(len(weak), rng.choice((1, 1, 2, 3)))):
+            settings[knob.name] = rng.choice(knob.alternatives)
+        route = catalog.route(settings)
+        if catalog.is_legal(route):
+            routes.setdefault(route)
+    return list(routes)
+
+
+def collect(
+    models: Sequence[CorpusModel],
+    store_path: Path,
+    config: SessionConfig,
+    routes: Sequence[Route],
+    workdir: Path,
+    *,
+    controls: int = 3,
+    cores: Sequence[int] = (0,),
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Measure `routes` on `models`; what is on record already is not measured again.
+
+    Args:
+        models: The corpus.
+        store_path: SQLite store that receives every outcome.
+        config: Session settings; the gate is replaced by `COLLECT_GATE`.
+        routes: Routes common to all models.
+        workdir: Folder for transforms and logs.
+        controls: How often the default route is built and timed again, as a control.
+        cores: Cores to use, one model at a time each. Keep all else quiet.
+        on_progress: Hears every step, from any thread.
+        should_stop: Asked before every build; True ends the run with everything saved.
+    """
+    waiting: queue.SimpleQueue[CorpusModel] = queue.SimpleQueue()
+    for model in models:
+        waiting.put(model)
+    report = on_progress or (lambda _: None)
+    faults: list[BaseException] = []
+
+    def work(core: int) -> None:
+        try:
+            while not should_stop() and not faults:
+                try:
+                    entry = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                _collect_model(
+                    entry,
+                    store_path,
+                    replace(config, gate=COLLECT_GATE, cpu=core),
+                    routes,
+                    workdir,
+                    controls,
+                    report,
+                    should_stop,
+                )
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(core,), daemon=True) for core in cores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.2)
+    if faults:
+        raise faults[0]
+
+
+def _collect_model(
+    entry: CorpusModel,
+    store_path: Path,
+    config: SessionConfig,
+    routes: Sequence[Route],
+    workdir: Path,
+    controls: int,
+    report: Callable[[Progress], None],
+    should_stop: Callable[[], bool],
+) -> None:
+    planned = len(routes) + controls + 1
+    with (
+        RecordStore(store_path) as store,
+        Session(
+            entry.model,
+            config,
+            store,
+            workdir / entry.model.fingerprint[:16],
+            family=entry.family,
+            trained=entry.trained,
+        ) as session,
+    ):
+        done = 0
+        try:
+            session.default()
+            done += 1
+            for route in routes:
+                if should_stop():
+                    return
+                fresh = not session.is_known(route)
+                outcome = session.outcome(route)
+                done += 1
+                report(Progress(entry.model.name, done, planned, outcome if fresh else None))
+            for repeat in range(1, controls + 1):
+                if should_stop():
+                    return
+                outcome = session.control(repeat)
+                done += 1
+                report(Progress(entry.model.name, done, planned, outcome))
+        except RoutePilotError as error:
+            report(Progress(entry.model.name, done, planned, error=str(error)))
+
+
+def table_from_store(
+    store_path: Path, target_key: str, fingerprints: Sequence[str], facts: Mapping[str, object]
+) -> RouteTable:
+    """The route table of a collection, with its manifest.
+
+    Args:
+        store_path: The store.
+        target_key: Target whose outcomes go in.
+        fingerprints: Models that go in.
+        facts: What the caller adds to the manifest.
+    """
+    with RecordStore(store_path) as store:
+        table = store.table(target_key)
+    collected = time.strftime("%Y-%m-%d", time.gmtime())
+    return replace(table.only(fingerprints), manifest=manifest(collected=collected, **dict(facts)))

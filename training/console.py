@@ -1,0 +1,138 @@
+"""What the command line shows: JSON for machines, tables and progress for people.
+
+Owns the terminal. Results go to standard output; progress and remarks go to standard error, so
+that `--json` output can be piped. Progress bars appear on a terminal, plain lines elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from routepilot.env.outcomes import Outcome, Status
+
+if TYPE_CHECKING:
+    from routepilot.training.compare import AgentResult
+
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+err = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)
+
+
+def print_json(data: object) -> None:
+    """Print strict JSON to standard output."""
+    sys.stdout.write(json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
+def say(text: str) -> None:
+    """One remark on standard error."""
+    err.print(escape(text))
+
+
+def speedup_text(value: float, low: float, high: float) -> str:
+    """`1.94x (1.90 to 1.97)`."""
+    return f"{value:.2f}x ({low:.2f} to {high:.2f})"
+
+
+def outcome_text(outcome: Outcome) -> str:
+    """One line on an outcome: what came of it, or why nothing did."""
+    route = str(outcome.route) or "default route"
+    measured = outcome.measurement
+    if outcome.status is Status.OK and measured is not None:
+        interval = speedup_text(measured.speedup, math.exp(measured.low), math.exp(measured.high))
+        error = outcome.losses.get("rel_l2")
+        loss = f", error {error:.1e}" if error is not None else ""
+        note = f"  [{outcome.reason}]" if outcome.reason else ""
+        return f"{route}  {interval}{loss}{note}"
+    return f"{route}  {outcome.status.value}: {outcome.reason}"
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table to standard output; numbers are given as text by the caller."""
+    table = Table(title=escape(title), title_justify="left", header_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(escape(column), overflow="fold", justify="left" if i == 0 else "default")
+    for row in rows:
+        table.add_row(*(escape(str(cell)) for cell in row))
+    out.print(table)
+
+
+class Steps:
+    """Progress over a known number of steps: a bar on a terminal, lines elsewhere.
+
+    Args:
+        title: What is being done.
+        total: How many steps at most.
+        quiet: Show nothing.
+    """
+
+    def __init__(self, title: str, total: int, *, quiet: bool = False) -> None:
+        self._title, self._total, self._quiet = title, total, quiet
+        self._live = sys.stderr.isatty() and not quiet and os.environ.get("TERM") != "dumb"
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=err,
+            disable=not self._live,
+        )
+        self._task = self._bar.add_task(escape(title), total=total, note="")
+
+    def __enter__(self) -> Steps:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def step(self, number: int, text: str, note: str = "") -> None:
+        """Step `number` is done; `text` is its line, `note` what stays beside the bar."""
+        if self._quiet:
+            return
+        if self._live:
+            self._bar.update(self._task, completed=number, note=escape(note))
+            self._bar.console.print(f"  {escape(text)}")
+        else:
+            say(f"[{number}/{self._total}] {text}")
+
+
+def print_mapping(title: str, data: Mapping[str, object]) -> None:
+    """Print names and values, one a line."""
+    print_table(title, ("name", "value"), [(k, v) for k, v in data.items()])
+
+
+def print_comparison(title: str, rows: Mapping[str, AgentResult]) -> None:
+    """One table: what each agent built, spent and reached."""
+    print_table(
+        title,
+        ("agent", "builds", "seconds", "confirmed speed-up", "error", "route"),
+        [
+            (
+                name,
+                row.search.builds,
+                f"{row.search.seconds:.1f}",
+                speedup_text(*row.confirmed.speedup) if not row.confirmed.route.is_default else "1",
+                f"{row.confirmed.outcome.losses.get('rel_l2', 0.0):.1e}"
+                if row.confirmed.outcome
+                else "0",
+                str(row.confirmed.route) or "default",
+            )
+            for name, row in rows.items()
+        ],
+    )

@@ -1,0 +1,118 @@
+"""Which agent, policy and table serve when the user names none.
+
+Owns the released names under `checkpoints/` and the choice among them, with its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from routepilot.env.errors import InputError, PolicyError, TableError
+from routepilot.env.records import RouteTable
+from routepilot.env.tables import load_table
+
+if TYPE_CHECKING:
+    from routepilot.agents.policy import LoadedPolicy
+    from routepilot.training.session import Session
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An agent and what it needs.
+
+    Attributes:
+        agent: Agent name for `make_agent`.
+        name: Name for people: the policy's, or the agent's.
+        why: One line that says what was chosen and why.
+        table: Route table for agents that learn from one.
+        policy: Loaded policy for the PPO agent.
+    """
+
+    agent: str
+    name: str
+    why: str
+    table: RouteTable | None = None
+    policy: LoadedPolicy | None = None
+
+
+def checkpoints_folder() -> Path:
+    """Folder of released policies and tables, inside the installed package."""
+    return Path(str(files("routepilot.checkpoints")))
+
+
+def released_policies() -> list[str]:
+    """Names of the released policies."""
+    return sorted(path.stem for path in checkpoints_folder().glob("*.safetensors"))
+
+
+def released_tables() -> list[str]:
+    """Names of the released route tables."""
+    return sorted(path.stem for path in (checkpoints_folder() / "tables").glob("*.parquet"))
+
+
+def find_table(name: str) -> Path:
+    """The file of a table given by path or released name.
+
+    Raises:
+        TableError: There is no such file or name.
+    """
+    path = Path(name)
+    if path.suffix == ".parquet" or path.exists():
+        return path
+    released = checkpoints_folder() / "tables" / f"{name}.parquet"
+    if released.exists():
+        return released
+    raise TableError(
+        f"no route table {name!r}; released: {', '.join(released_tables()) or 'none'};"
+        " or give the path of a .parquet file"
+    )
+
+
+def find_policy(name: str) -> Path:
+    """The weights file of a policy given by path or released name.
+
+    Raises:
+        PolicyError: There is no such file or name.
+    """
+    path = Path(name)
+    for candidate in (path, path.with_suffix(".safetensors"), path / "policy.safetensors"):
+        if candidate.is_file() and candidate.suffix == ".safetensors":
+            return candidate
+    released = checkpoints_folder() / f"{name}.safetensors"
+    if released.exists():
+        return released
+    raise PolicyError(
+        f"no policy {name!r}; released: {', '.join(released_policies()) or 'none'};"
+        " or give the path of a .safetensors file that `routepilot train` wrote"
+    )
+
+
+def choose_agent(session: Session, *, policy: str | None, agent: str | None) -> Choice:
+    """Pick who chooses the routes of a session.
+
+    Args:
+        session: The session, for its backend and model.
+        policy: Policy by name or path, or None.
+        agent: Agent name, or None.
+
+    Raises:
+        InputError: Both were given.
+    """
+    from routepilot.agents import NEEDS_TABLE
+    from routepilot.agents.policy import load_policy
+
+    if policy is not None and agent is not None:
+        raise InputError(f"both policy {policy!r} and agent {agent!r} were given; give one")
+    backend = session.config.backend
+    if agent is not None and agent != "ppo":
+        table = load_table(find_table(backend)) if agent in NEEDS_TABLE else None
+        return Choice(agent, agent, f"agent {agent}, as asked", table)
+    if policy is None and backend not in released_policies():
+        return Choice("random", "random", f"agent random: no policy is released for {backend}")
+    name = policy or backend
+    loaded = load_policy(find_policy(name))
+    why = "as asked" if policy else f"the released one for the {backend} backend"
+    return Choice("ppo", name, f"policy {name}, {why}", policy=loaded)

@@ -1,0 +1,120 @@
+"""`demo`: the whole story in a few minutes on a CPU.
+
+Trains a policy from the shipped route table with one family held out, then lets it pick routes
+for a real model of that family with live builds, next to the default, the sweep and random search.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from routepilot.env import zoo
+from routepilot.env.errors import MissingExtraError
+from routepilot.env.tables import load_table
+from routepilot.training import console
+from routepilot.training.compare import AgentResult, compare
+from routepilot.training.defaults import find_table
+from routepilot.training.files import ensure_folder
+from routepilot.training.inputs import prepare_model
+from routepilot.training.report import write_report
+from routepilot.training.search import Budget
+from routepilot.training.session import SessionConfig
+from routepilot.training.train import TrainConfig, train
+from routepilot.training.tune import tune
+
+#: A trained captcha reader from a PyPI package; its family is held out of everything.
+MODEL = "ddddocr"
+
+#: Seconds of training: enough to reach the plateau on the shipped table (docs/experiments.md).
+TRAIN_SECONDS = 60.0
+
+#: Agents shown beside the policy.
+AGENTS = ("default", "ppo", "fast", "random")
+
+
+def run_demo(out: Path, *, max_builds: int = 6, seed: int = 0, as_json: bool = False) -> None:
+    """Train, compare, and print one table and two sentences.
+
+    Args:
+        out: Folder for the policy and the records.
+        max_builds: Builds each agent may spend.
+        seed: Seed of training and agents.
+        as_json: Print JSON instead of the table.
+
+    Raises:
+        MissingExtraError: The demo's model is not installed.
+    """
+    start = time.monotonic()
+    entry = zoo.entry(MODEL)
+    missing = zoo.available(entry)
+    if missing is not None:
+        raise MissingExtraError(f"the demo's model {MODEL} is not here: {missing}")
+    say = (lambda _: None) if as_json else console.say
+    folder = ensure_folder(out)
+    table = load_table(find_table("cpu"))
+    say(
+        f"training on {len(table.without_families([entry.family]).models)} models; the family"
+        f" {entry.family!r} of {MODEL} is held out"
+    )
+    trained = train(
+        table,
+        TrainConfig(seed=seed, max_seconds=TRAIN_SECONDS),
+        held_out=(entry.family,),
+        out=folder / "policy",
+        say=say,
+    )
+    named = prepare_model(f"zoo:{MODEL}", None, None, seed)
+    with console.Steps(f"tune {MODEL}", max_builds, quiet=as_json) as steps:
+        tune(
+            named.model,
+            policy=str(trained.path),
+            max_builds=max_builds,
+            out=folder,
+            seed=seed,
+            say=say,
+            on_outcome=lambda number, outcome: steps.step(number, console.outcome_text(outcome)),
+        )
+    write_report(folder)
+    with console.Steps(f"compare on {MODEL}", max_builds, quiet=as_json) as steps:
+        rows = compare(
+            named,
+            AGENTS,
+            Budget(max_builds),
+            SessionConfig(),
+            folder,
+            policy=str(trained.path),
+            seed=seed,
+            say=say,
+            on_outcome=lambda agent, number, outcome: steps.step(
+                number, f"{agent}: {console.outcome_text(outcome)}", note=agent
+            ),
+        )
+    if as_json:
+        console.print_json({"agents": {name: row.as_json() for name, row in rows.items()}})
+        return
+    console.print_comparison(f"{MODEL}: {max_builds} builds each, real model never seen", rows)
+    console.out.print(verdict(rows, time.monotonic() - start), markup=False)
+    console.out.print(f"written to {folder}: report.html, result.json, model/", markup=False)
+
+
+def verdict(rows: dict[str, AgentResult], seconds: float) -> str:
+    """What happened, in two sentences that hold whoever won."""
+    ppo = rows["ppo"]
+    value, low, high = ppo.confirmed.speedup
+    if ppo.confirmed.route.is_default:
+        first = f"After {ppo.search.builds} builds the policy stayed with the default route."
+    else:
+        first = (
+            f"The policy built {ppo.search.builds} routes of a model it never saw and its answer"
+            f" is {console.speedup_text(value, low, high)} the default's speed, confirmed with"
+            " fresh builds and other inputs."
+        )
+    rivals = [
+        f"{name} {row.confirmed.speedup[0]:.2f}x in {row.search.builds}"
+        for name, row in rows.items()
+        if name not in ("ppo", "default")
+    ]
+    return (
+        f"{first} With the same budget: {', '.join(rivals)} builds; all of it took {seconds:.0f} s."
+    )

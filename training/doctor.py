@@ -1,0 +1,187 @@
+"""`doctor`: every contract RoutePilot relies on, checked on this machine, one line each.
+
+Owns the list of checks and their wording. Each check really does the thing it names, on a tiny
+model made on the spot.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+
+from routepilot.env.errors import RoutePilotError
+from routepilot.env.models import Model, prepare
+from routepilot.env.outcomes import Status
+from routepilot.env.routes import DEFAULT_ROUTE
+from routepilot.env.store import RecordStore
+from routepilot.training.session import Session, SessionConfig
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of one check.
+
+    Attributes:
+        check: What was checked.
+        status: `pass`, `fail` or `unavailable`.
+        detail: What was seen.
+        hint: What to do about it; empty when all is well.
+    """
+
+    check: str
+    status: str
+    detail: str
+    hint: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        """The check as plain data."""
+        return asdict(self)
+
+
+#: Optional packages and the extra that brings each.
+OPTIONAL = {
+    "openvino": "openvino",
+    "torch": "train",
+    "stable-baselines3": "train",
+    "optuna": "bayes",
+    "ddddocr": "zoo",
+}
+
+
+def run_checks(backend: str) -> Iterator[Check]:
+    """Run every check for a backend, in an order in which each rests on the earlier ones."""
+    for package, extra in OPTIONAL.items():
+        yield _package(package, extra)
+    with tempfile.TemporaryDirectory(prefix="routepilot-doctor-") as folder:
+        place = Path(folder)
+        yield _guarded("record store", lambda: _store(place))
+        try:
+            model = tiny_model(place)
+        except RoutePilotError as error:
+            yield Check("tiny model", "fail", str(error), "reinstall onnx and onnxruntime")
+            return
+        yield Check("tiny model", "pass", f"fingerprint {model.fingerprint[:12]}")
+        yield from _backend_checks(backend, model, place)
+
+
+def tiny_model(folder: Path) -> Model:
+    """A small convolution network, written and prepared in `folder`."""
+    from onnx import TensorProto, helper, numpy_helper, save_model
+
+    rng = np.random.default_rng(0)
+    weight = rng.normal(0, 0.2, (16, 3, 3, 3)).astype(np.float32)
+    dense = rng.normal(0, 0.2, (16, 10)).astype(np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node("Conv", ["x", "w"], ["c"], pads=[1, 1, 1, 1]),
+            helper.make_node("Relu", ["c"], ["r"]),
+            helper.make_node("GlobalAveragePool", ["r"], ["p"]),
+            helper.make_node("Flatten", ["p"], ["f"]),
+            helper.make_node("MatMul", ["f", "d"], ["y"]),
+        ],
+        "tiny",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 32, 32])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 10])],
+        [numpy_helper.from_array(weight, "w"), numpy_helper.from_array(dense, "d")],
+    )
+    path = folder / "tiny.onnx"
+    save_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), path)
+    return prepare(path, cache=folder / "cache")
+
+
+def _package(package: str, extra: str) -> Check:
+    try:
+        return Check(package, "pass", version(package))
+    except PackageNotFoundError:
+        return Check(
+            package, "unavailable", "not installed", f"pip install 'routepilot[{extra}]' if wanted"
+        )
+
+
+def _store(folder: Path) -> Check:
+    with RecordStore(folder / "probe.sqlite"):
+        return Check("record store", "pass", "SQLite opens in write-ahead mode")
+
+
+def _backend_checks(backend: str, model: Model, folder: Path) -> Iterator[Check]:
+    name = f"backend {backend}"
+    try:
+        store = RecordStore(folder / "records.sqlite")
+        session = Session(model, SessionConfig(backend=backend), store, folder / "work")
+    except RoutePilotError as error:
+        yield Check(name, "fail", str(error), "install the extra that the message names")
+        return
+    with store, session:
+        target = session.target
+        versions = ", ".join(f"{k} {v}" for k, v in target.versions.items())
+        yield Check(name, "pass", f"{target.device}; {versions}")
+        yield Check("catalog", "pass", f"{len(session.catalog.knobs)} knobs")
+        yield _guarded("default route", lambda: _default(session))
+        yield _guarded("another route", lambda: _another(session))
+        yield _guarded("refused combination", lambda: _refusal(session))
+        yield _guarded("noise floor", lambda: _noise(session))
+        yield _guarded("child is killed at its deadline", lambda: _deadline(session, folder))
+
+
+def _guarded(name: str, check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except RoutePilotError as error:
+        return Check(name, "fail", str(error), "attach `routepilot doctor --json` to a report")
+
+
+def _default(session: Session) -> Check:
+    outcome = session.default()
+    latency = outcome.measurement.latency_ms if outcome.measurement else math.nan
+    return Check("default route", "pass", f"{latency:.3f} ms")
+
+
+def _another(session: Session) -> Check:
+    route = session.catalog.neighbours(DEFAULT_ROUTE)[0]
+    outcome = session.outcome(route)
+    good = outcome.status is not Status.CRASHED
+    detail = f"{route}: {outcome.status.value} {outcome.reason}".strip()
+    return Check("another route", "pass" if good else "fail", detail)
+
+
+def _refusal(session: Session) -> Check:
+    for rule in session.catalog.requirements:
+        knob = session.catalog[rule.knob]
+        value = rule.value or knob.alternatives[0]
+        route = session.catalog.route({rule.knob: value})
+        if not session.catalog.is_legal(route):
+            outcome = session.outcome(route)
+            good = outcome.status is Status.REFUSED
+            return Check("refused combination", "pass" if good else "fail", outcome.reason)
+    return Check("refused combination", "unavailable", "the catalog refuses no combination")
+
+
+def _noise(session: Session) -> Check:
+    floor = session.noise_floor()
+    quiet = floor < 0.03
+    return Check(
+        "noise floor",
+        "pass" if quiet else "fail",
+        f"{100 * math.expm1(floor):.1f} %",
+        "" if quiet else "stop other programs, or measure at another time",
+    )
+
+
+def _deadline(session: Session, folder: Path) -> Check:
+    from dataclasses import replace
+
+    hasty = replace(session.config, deadline_seconds=0.001)
+    with (
+        RecordStore(folder / "hasty.sqlite") as store,
+        Session(session.model, hasty, store, folder / "hasty") as short,
+    ):
+        route = short.catalog.neighbours(DEFAULT_ROUTE)[0]
+        outcome = short.worker.trial(route)
+    good = outcome.status is Status.TIMED_OUT
+    return Check("child is killed at its deadline", "pass" if good else "fail", outcome.reason)

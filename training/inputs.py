@@ -1,0 +1,71 @@
+"""What the user types, turned into models, gates and families; every refusal is one clear line.
+
+Owns the reading of options shared by the verbs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from routepilot.env.accuracy import Gate
+from routepilot.env.errors import InputError
+from routepilot.env.models import Model, parse_shape, prepare, read_input_sets
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A prepared model with what the corpus knows of it.
+
+    Attributes:
+        model: The prepared model.
+        family: Architecture family; `unknown` for a user's own.
+        trained: Whether its weights are trained; a user's own model is taken to be.
+    """
+
+    model: Model
+    family: str = "unknown"
+    trained: bool = True
+
+
+def prepare_model(
+    text: str, shapes: Sequence[str] | None, inputs: Sequence[Path] | None, seed: int
+) -> NamedModel:
+    """Prepare `zoo:NAME` or an ONNX file.
+
+    Raises:
+        InputError: Anything that cannot be used.
+    """
+    if text.startswith("zoo:"):
+        from routepilot.env import zoo
+
+        if shapes or inputs:
+            raise InputError(
+                f"{text!r} brings its own shapes and inputs; drop --shape and --inputs"
+            )
+        entry = zoo.entry(text.removeprefix("zoo:"))
+        return NamedModel(zoo.load_model(entry.name), entry.family, entry.trained)
+    given = dict(parse_shape(item) for item in shapes or ())
+    sets = read_input_sets(inputs) if inputs else None
+    return NamedModel(prepare(Path(text), shapes=given or None, inputs=sets, seed=seed))
+
+
+def gate_from_options(metric: str, tolerance: float, limits: Sequence[str] | None) -> Gate:
+    """The accuracy gate of `--metric`, `--tolerance` and `--limit name=value`.
+
+    Raises:
+        InputError: Unknown metric, a negative or NaN limit, or a malformed `--limit`.
+    """
+    per_output = {}
+    for item in limits or ():
+        name, equals, value = item.rpartition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not equals or not name or math.isnan(number):
+            raise InputError(f"--limit {item!r} is not of the form output=0.05")
+        per_output[name] = number
+    return Gate(metric=metric, limit=tolerance, per_output=per_output)

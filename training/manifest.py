@@ -1,0 +1,88 @@
+"""What a figure depends on, gathered in one place: versions, machine, command, git state.
+
+Owns the manifest that goes into every result and table. Measures nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+#: Packages whose version can change a figure.
+PACKAGES = (
+    "routepilot",
+    "numpy",
+    "onnx",
+    "onnxruntime",
+    "openvino",
+    "torch",
+    "stable-baselines3",
+    "gymnasium",
+)
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of the packages that matter; absent ones are left out."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state() -> str:
+    """Commit of the checkout this package runs from, `+` when it has changes, or empty."""
+    here = Path(__file__).resolve().parent
+    try:
+        commit = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "--short=12", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+        )
+        if commit.returncode != 0:
+            return ""
+        changes = subprocess.run(
+            ["git", "-C", str(here), "status", "--porcelain"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")
+
+
+def manifest(**extra: object) -> dict[str, object]:
+    """The manifest of a run.
+
+    Args:
+        **extra: What the caller adds, e.g. `seed`, `noise_floor`.
+    """
+    load = os.getloadavg()
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": os.cpu_count() or 1,
+        "load": [round(x, 2) for x in load],
+        "packages": package_versions(),
+        "git": git_state(),
+        **extra,
+    }
+
+
+def summary(facts: Mapping[str, object]) -> str:
+    """One line for people: date, commit, core packages."""
+    packages = facts.get("packages")
+    named = ", ".join(f"{k} {v}" for k, v in packages.items()) if isinstance(packages, dict) else ""
+    return f"{facts.get('date')} {facts.get('git')} ({named})"

@@ -1,0 +1,211 @@
+"""A live session: one model on one backend, every build isolated, recorded and resumable.
+
+Owns the path from a route to its outcome: the store first, a worker child otherwise. Knows no
+agent and prints nothing; callers pass `say` to hear what is going on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from routepilot.env.accuracy import Gate, regate
+from routepilot.env.backends import load_backend
+from routepilot.env.backends.base import Backend
+from routepilot.env.features import model_features
+from routepilot.env.measure import TimingPlan
+from routepilot.env.models import Model
+from routepilot.env.outcomes import Outcome, Status
+from routepilot.env.records import ModelCard, Record
+from routepilot.env.routes import DEFAULT_ROUTE, Route
+from routepilot.env.store import RecordStore
+from routepilot.env.worker import Worker
+
+Say = Callable[[str], None]
+
+
+def silent(_: str) -> None:
+    """A `say` for callers that want no words."""
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """Everything that shapes a live session besides the model.
+
+    Attributes:
+        backend: Backend name.
+        options: Backend options, e.g. `{"threads": "1"}`.
+        gate: Accuracy gate.
+        plan: Timing plan.
+        deadline_seconds: Wall-clock limit of one build with its measurement.
+        memory_limit_bytes: Limit on a child's resident memory; None for the worker's default.
+        cpu: Core the child is pinned to; None leaves it free.
+    """
+
+    backend: str = "cpu"
+    options: Mapping[str, str] = field(default_factory=dict)
+    gate: Gate = field(default_factory=Gate)
+    plan: TimingPlan = field(default_factory=TimingPlan)
+    deadline_seconds: float = 120.0
+    memory_limit_bytes: int | None = None
+    cpu: int | None = None
+
+
+class Session:
+    """Outcomes of routes for one model, each paid for once.
+
+    Args:
+        model: Prepared model.
+        config: Settings.
+        store: Record store; outcomes found there under the same target are not built again.
+        workdir: Folder for transforms and the children's logs.
+        family: Architecture family for the model card.
+        trained: Whether the weights are trained, for the model card.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: SessionConfig,
+        store: RecordStore,
+        workdir: Path,
+        *,
+        family: str = "unknown",
+        trained: bool = True,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.backend: Backend = load_backend(config.backend, config.options)
+        self.catalog = self.backend.catalog()
+        self.target = self.backend.target()
+        self.features = model_features(model)
+        self._store = store
+        self._family, self._trained = family, trained
+        self._worker: Worker | None = None
+        self._workdir = workdir
+        store.add_target(self.target, self.catalog)
+        self._known = self._reusable(store.outcomes(model.fingerprint, self.target.key))
+        self.fresh_builds = 0
+        self.worker_seconds = 0.0
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child; what was recorded stays."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    @property
+    def worker(self) -> Worker:
+        """The child process, started at first use."""
+        if self._worker is None:
+            self._worker = Worker(
+                self.config.backend,
+                self.config.options,
+                self.model,
+                self._workdir,
+                gate=self.config.gate,
+                plan=self.config.plan,
+                deadline_seconds=self.config.deadline_seconds,
+                memory_limit_bytes=self.config.memory_limit_bytes,
+                cpu=self.config.cpu,
+            )
+        return self._worker
+
+    def default(self) -> Outcome:
+        """The default route's outcome: what every speed-up is measured against.
+
+        Raises:
+            ModelError: The default route does not build or is not accurate.
+        """
+        if DEFAULT_ROUTE not in self._known:
+            self._keep(self._timed(self.worker.default_outcome))
+        outcome = self._known[DEFAULT_ROUTE]
+        latency = outcome.measurement.latency_ms if outcome.measurement else 0.0
+        self._store.add_model(
+            ModelCard(
+                self.model.fingerprint,
+                self.model.name,
+                self._family,
+                self._trained,
+                self.features,
+                latency,
+            )
+        )
+        return outcome
+
+    def is_known(self, route: Route) -> bool:
+        """True when the outcome is on record and costs no new build."""
+        return route in self._known
+
+    def outcome(self, route: Route, incumbent_log_speedup: float | None = None) -> Outcome:
+        """The outcome of a route: from the store, else built, measured and recorded."""
+        if route not in self._known:
+            objection = self.catalog.objection(route)
+            if objection is not None:
+                return Outcome(route, Status.REFUSED, objection)
+            known = {o.engine_hash: o for o in self._known.values() if o.engine_hash}
+            self._keep(
+                self._timed(
+                    lambda: self.worker.trial(
+                        route, incumbent_log_speedup=incumbent_log_speedup, known=known
+                    )
+                )
+            )
+        return self._known[route]
+
+    def control(self, repeat: int) -> Outcome:
+        """The default route built again and timed against itself; recorded as a repeat."""
+        controls = self._store.outcomes(self.model.fingerprint, self.target.key)[DEFAULT_ROUTE]
+        if len(controls) > repeat:
+            return controls[repeat]
+        outcome = self._timed(self.worker.control)
+        self._store.add(
+            Record(self.model.fingerprint, self.target.key, outcome, repeat, time.time())
+        )
+        return outcome
+
+    def confirm(self, route: Route, save_to: Path | None = None) -> Outcome:
+        """Fresh builds of the route and the default, other inputs, ABBA timing; not recorded."""
+        return self._timed(lambda: self.worker.confirm(route, save_to))
+
+    def noise_floor(self) -> float:
+        """Log ratio below which two default engines cannot be told apart in this session."""
+        return self.worker.noise_floor()
+
+    def _timed(self, call: Callable[[], Outcome]) -> Outcome:
+        start = time.monotonic()
+        outcome = call()
+        self.worker_seconds += time.monotonic() - start
+        return outcome
+
+    def _keep(self, outcome: Outcome) -> None:
+        self._store.add(
+            Record(self.model.fingerprint, self.target.key, outcome, created=time.time())
+        )
+        self._known[outcome.route] = outcome
+        self.fresh_builds += 1
+
+    def _reusable(self, stored: Mapping[Route, tuple[Outcome, ...]]) -> dict[Route, Outcome]:
+        """Stored outcomes as this session's gate sees them; untimed ones that now pass go."""
+        judged = {
+            route: regate(outcomes[0], self.config.gate) for route, outcomes in stored.items()
+        }
+        return {
+            route: outcome
+            for route, outcome in judged.items()
+            if outcome.status is not Status.OK or outcome.measurement is not None
+        }

@@ -1,0 +1,228 @@
+"""`tune`: the main job. One model in, the fastest confirmed route within a budget out.
+
+Owns the order of a tuning run and its result. The words on the screen belong to `cli.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routepilot.agents import make_agent
+from routepilot.agents.base import Problem
+from routepilot.env.accuracy import Gate
+from routepilot.env.errors import InputError
+from routepilot.env.models import Model, prepare
+from routepilot.env.outcomes import Outcome
+from routepilot.env.store import RecordStore
+from routepilot.training.defaults import choose_agent
+from routepilot.training.files import ensure_folder, write_json
+from routepilot.training.manifest import manifest
+from routepilot.training.search import Budget, Confirmed, Search, confirm_best, run_search
+from routepilot.training.session import Say, Session, SessionConfig, silent
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What a tuning run ended with; `as_json` is `result.json`.
+
+    Attributes:
+        model: Name of the model.
+        fingerprint: Its fingerprint.
+        backend: Backend name.
+        target: What the figures are valid for, as plain data.
+        policy: Policy or agent that chose.
+        search: What it did.
+        confirmed: The answer after re-measurement.
+        default_latency_ms: Median latency of the default route, milliseconds.
+        seconds: Wall-clock seconds of the run.
+        overhead_seconds: Seconds spent neither building nor measuring.
+        manifest: What the figures depend on.
+    """
+
+    model: str
+    fingerprint: str
+    backend: str
+    target: Mapping[str, object]
+    policy: str
+    search: Search
+    confirmed: Confirmed
+    default_latency_ms: float
+    seconds: float
+    overhead_seconds: float
+    manifest: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def route(self) -> str:
+        """Canonical route; empty for the default."""
+        return str(self.confirmed.route)
+
+    @property
+    def is_default(self) -> bool:
+        """True when nothing beat the default route."""
+        return self.confirmed.route.is_default
+
+    @property
+    def speedup(self) -> float:
+        """Confirmed speed-up over the default route."""
+        return self.confirmed.speedup[0]
+
+    def as_json(self) -> dict[str, object]:
+        """The result as plain data."""
+        speedup, low, high = self.confirmed.speedup
+        losses = self.confirmed.outcome.losses if self.confirmed.outcome else {}
+        return {
+            "model": self.model,
+            "fingerprint": self.fingerprint,
+            "backend": self.backend,
+            "target": dict(self.target),
+            "policy": self.policy,
+            "route": self.route,
+            "is_default": self.is_default,
+            "speedup": speedup,
+            "speedup_low": low,
+            "speedup_high": high,
+            "losses": {k: v if math.isfinite(v) else str(v) for k, v in losses.items()},
+            "default_latency_ms": self.default_latency_ms,
+            "builds": self.search.builds,
+            "builds_total": 1 + self.search.builds + self.confirmed.builds,
+            "seconds": self.seconds,
+            "overhead_seconds": self.overhead_seconds,
+            "outcomes": self.search.statuses,
+            "ended_by": self.search.ended_by,
+            "note": self.confirmed.note,
+            "trials": [trial_as_json(o) for o in self.search.outcomes],
+            "manifest": dict(self.manifest),
+        }
+
+
+def trial_as_json(outcome: Outcome) -> dict[str, object]:
+    """One outcome as plain data for results and reports."""
+    measured = outcome.measurement
+    return {
+        "route": str(outcome.route),
+        "status": outcome.status.value,
+        "reason": outcome.reason,
+        "speedup": measured.speedup if measured else None,
+        "speedup_low": math.exp(measured.low) if measured else None,
+        "speedup_high": math.exp(measured.high) if measured else None,
+        "latency_ms": measured.latency_ms if measured else None,
+        "losses": {k: v if math.isfinite(v) else str(v) for k, v in outcome.losses.items()},
+        "build_seconds": outcome.build_seconds,
+        "measure_seconds": outcome.measure_seconds,
+        "engine_hash": outcome.engine_hash,
+    }
+
+
+def tune(
+    model: str | Path | Model,
+    *,
+    backend: str = "cpu",
+    policy: str | None = None,
+    agent: str | None = None,
+    max_builds: int = 8,
+    max_seconds: float | None = None,
+    out: str | Path | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    inputs: Sequence[Mapping[str, NDArray[np.generic]]] | None = None,
+    gate: Gate | None = None,
+    threads: int = 1,
+    seed: int = 0,
+    config: SessionConfig | None = None,
+    say: Say = silent,
+    on_outcome: Callable[[int, Outcome], None] | None = None,
+) -> TuneResult:
+    """Find the fastest route for one model within a budget, confirmed against the default.
+
+    Args:
+        model: ONNX file, or a prepared model.
+        backend: Backend name.
+        policy: Released policy by name, or a policy folder; None for the one that fits.
+        agent: Choose by another agent, e.g. `random`; excludes `policy`.
+        max_builds: Routes built, failures included; the default engine and the confirmation come
+            on top.
+        max_seconds: Seconds of building and measuring.
+        out: Folder for records, `result.json`, and the winning model; a run repeated there
+            continues where it was. None writes nothing but a cache.
+        shapes: Shapes for dynamic inputs.
+        inputs: Input sets; None generates them from `seed`.
+        gate: Accuracy gate; relative L2 error below 1e-2 when None.
+        threads: Threads an engine may use.
+        seed: Seed of the inputs and of the agent.
+        config: Finer settings; its backend, threads and gate are overridden by the arguments.
+        say: Hears one line at each phase.
+        on_outcome: Hears each build's number and outcome.
+
+    Returns:
+        The confirmed answer. The default route when nothing beats it.
+
+    Raises:
+        InputError: Anything in the input that cannot be used; nothing is half-written.
+    """
+    start = time.monotonic()
+    if max_builds < 0:
+        raise InputError(f"--max-builds {max_builds} is negative; give 0 or more")
+    prepared = (
+        model
+        if isinstance(model, Model)
+        else prepare(Path(model), shapes=shapes, inputs=inputs, seed=seed)
+    )
+    folder = ensure_folder(Path(out)) if out is not None else ensure_folder(prepared.folder / "run")
+    base = config or SessionConfig()
+    settings = replace(
+        base,
+        backend=backend,
+        options={**base.options, "threads": str(threads)},
+        gate=gate or base.gate,
+    )
+    with (
+        RecordStore(folder / "records.sqlite") as store,
+        Session(prepared, settings, store, folder / "work") as session,
+    ):
+        say(f"default route of {prepared.name} on {backend}, {threads} thread(s)")
+        default = session.default()
+        choice = choose_agent(session, policy=policy, agent=agent)
+        say(choice.why)
+        problem = Problem(session.catalog, session.features, None, max_builds, seed)
+        searcher = make_agent(
+            choice.agent, problem, table=choice.table, policy=choice.policy, gate=settings.gate
+        )
+        search = run_search(
+            session, searcher, Budget(max_builds, max_seconds), on_outcome=on_outcome
+        )
+        say("confirming the winner with fresh builds and other inputs")
+        confirmed = confirm_best(
+            session, search.promising(), folder / "model" if out is not None else None
+        )
+        seconds = time.monotonic() - start
+        result = TuneResult(
+            model=prepared.name,
+            fingerprint=prepared.fingerprint,
+            backend=backend,
+            target={
+                "device": session.target.device,
+                "versions": dict(session.target.versions),
+                "settings": dict(session.target.settings),
+                "key": session.target.key,
+            },
+            policy=choice.name,
+            search=search,
+            confirmed=confirmed,
+            default_latency_ms=default.measurement.latency_ms if default.measurement else 0.0,
+            seconds=seconds,
+            overhead_seconds=seconds - session.worker_seconds,
+            manifest=manifest(
+                seed=seed,
+                gate={"metric": settings.gate.metric, "limit": settings.gate.limit},
+                fresh_builds=session.fresh_builds,
+            ),
+        )
+    if out is not None:
+        write_json(folder / "result.json", result.as_json())
+    return result
