@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,6 +22,9 @@ from routepilot.env.errors import RouteError
 
 #: Words that stand for "any integer" in the value lists TensorRT prints.
 UNBOUNDED_FORMS = ("int", "int32_t")
+
+#: The one way an integer is written, so that equal routes have equal strings.
+_INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 
 
 @dataclass(frozen=True)
@@ -45,15 +49,19 @@ class Knob:
     bounded: bool = True
 
     def __post_init__(self) -> None:
-        if not self.name.startswith("-") or any(c.isspace() or c in "=[]|" for c in self.name):
+        if len(self.name) < 2 or self.name[0] != "-" or not _is_word(self.name):
             raise RouteError(
-                f"knob name {self.name!r} is not allowed: it starts with a dash and holds no space,"
+                f"knob name {self.name!r} is not allowed: it is a dash and a word without space,"
                 " '=', '[', ']' or '|'; rename the knob"
             )
         if len(set(self.values)) != len(self.values):
             raise RouteError(f"knob {self.name} lists a value twice: {'|'.join(self.values)}")
-        if any(not v or any(c.isspace() or c in "=[]|" for c in v) for v in self.all_values):
-            raise RouteError(f"knob {self.name} lists a value with a space, '=', '[', ']' or '|'")
+        for value in self.all_values:
+            if not _is_word(value):
+                raise RouteError(
+                    f"knob {self.name} has the value {value!r}: a value is a word without space,"
+                    " '=', '[', ']' or '|'; rename the value"
+                )
 
     @property
     def all_values(self) -> tuple[str, ...]:
@@ -69,7 +77,16 @@ class Knob:
         """True when the compiler takes `value` (any integer for an unbounded knob)."""
         if value in self.all_values:
             return True
-        return not self.bounded and value.lstrip("+-").isdigit()
+        return not self.bounded and _INTEGER.fullmatch(value) is not None
+
+    @property
+    def allowed(self) -> str:
+        """The values `allows` takes, for messages."""
+        return "|".join(self.all_values) + ("" if self.bounded else "|any integer")
+
+
+def _is_word(text: str) -> bool:
+    return bool(text) and not any(c.isspace() or c in "=[]|" for c in text)
 
 
 @dataclass(frozen=True)
@@ -166,6 +183,10 @@ class Catalog:
         order = {knob.name: i for i, knob in enumerate(self.knobs)}
         if len(order) != len(self.knobs):
             raise RouteError(f"catalog {self.name} names a knob twice")
+        for rule in self.requirements:
+            for name in (rule.knob, rule.parent):
+                if name not in order:
+                    raise RouteError(f"a requirement of catalog {self.name} names no knob: {name}")
         object.__setattr__(self, "_order", order)
 
     def __contains__(self, name: str) -> bool:
@@ -180,9 +201,10 @@ class Catalog:
         try:
             return self.knobs[self._order[name]]
         except KeyError:
-            raise RouteError(self._unknown(name)) from None
+            raise RouteError(self.unknown(name)) from None
 
-    def _unknown(self, name: str) -> str:
+    def unknown(self, name: str) -> str:
+        """What to say of a name that is no knob: the nearest names."""
         import difflib
 
         near = difflib.get_close_matches(name, self._order, n=3, cutoff=0.4)
@@ -199,8 +221,7 @@ class Catalog:
         for name, value in settings.items():
             knob = self[name]
             if not knob.allows(value):
-                allowed = "|".join(knob.all_values) + ("" if knob.bounded else "|any integer")
-                raise RouteError(f"knob {name} does not allow {value!r}; allowed: {allowed}")
+                raise RouteError(f"knob {name} does not allow {value!r}; allowed: {knob.allowed}")
             if value != knob.default:
                 chosen.append((self._order[name], name, value))
         return Route(tuple((name, value) for _, name, value in sorted(chosen)))
@@ -225,7 +246,9 @@ class Catalog:
         """Why this combination means nothing, or None when it is legal."""
         for rule in self.requirements:
             value = route.values.get(rule.knob)
-            if value is None or (rule.value is not None and value != rule.value):
+            if value is None or value == self[rule.knob].default:
+                continue
+            if rule.value is not None and value != rule.value:
                 continue
             parent = route.values.get(rule.parent, self[rule.parent].default)
             if parent not in rule.parent_values:
@@ -259,11 +282,11 @@ class Catalog:
         values = tuple(values)
         if knob.bounded:
             raise RouteError(
-                f"knob {name} is bounded ({'|'.join(knob.values)}); nothing to declare"
+                f"knob {name} is bounded ({knob.allowed}); there is nothing to declare"
             )
         for value in values:
             if not knob.allows(value):
-                raise RouteError(f"knob {name} takes integers; {value!r} is none")
+                raise RouteError(f"knob {name} does not allow {value!r}; allowed: {knob.allowed}")
         declared = replace(knob, values=values)
         knobs = tuple(declared if k.name == name else k for k in self.knobs)
         return replace(self, knobs=knobs)
@@ -341,6 +364,8 @@ def parse_expression(text: str, catalog: Catalog) -> Expression:
         name, equals, right = token.partition("=")
         if not equals:
             raise RouteError(f"token {token!r} has no '='; write -knob=value or -knob=[a|b]")
+        if name not in catalog:
+            raise RouteError(f"token {token!r}: {catalog.unknown(name)}")
         knob = catalog[name]
         if name in terms:
             raise RouteError(f"token {token!r} names the knob {name} a second time; name it once")
@@ -362,7 +387,7 @@ def read_expression_file(path: Path, catalog: Catalog) -> Expression:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise RouteError(f"route file {str(path)!r} cannot be read: {error}") from None
     return parse_expression(" ".join(text.split()), catalog)
 
@@ -370,11 +395,11 @@ def read_expression_file(path: Path, catalog: Catalog) -> Expression:
 def split_expression(text: str) -> list[str]:
     """Tokens of an expression: split on white space outside brackets."""
     tokens: list[str] = []
-    depth = 0
+    inside = False
     current = ""
     for char in text:
-        depth += (char == "[") - (char == "]")
-        if char.isspace() and depth <= 0:
+        inside = char == "[" or (inside and char != "]")
+        if char.isspace() and not inside:
             if current:
                 tokens.append(current)
             current = ""
@@ -388,13 +413,16 @@ def split_expression(text: str) -> list[str]:
 def _bracket_values(token: str, right: str, knob: Knob) -> tuple[str, ...]:
     before, opening, rest = right.partition("[")
     inside, closing, after = rest.partition("]")
-    if before or not opening:
+    if not opening or not closing:
+        missing = "]" if opening else "["
+        raise RouteError(f"token {token!r} has no {missing!r}; write {knob.name}=[a|b]")
+    if before:
         raise RouteError(f"token {token!r} has text before '['; write {knob.name}=[a|b]")
-    if after or not closing:
-        raise RouteError(f"token {token!r} must end with one ']'; write {knob.name}=[a|b]")
+    if after:
+        raise RouteError(f"token {token!r} has text after ']'; write {knob.name}=[a|b]")
     values = tuple(value.strip() for value in inside.split("|"))
     if not inside.strip():
-        raise RouteError(f"token {token!r} has an empty list; allowed: {'|'.join(knob.values)}")
+        raise RouteError(f"token {token!r} has an empty list; allowed: {knob.allowed}")
     if "..." in values:
         raise RouteError(f"token {token!r} has '...' inside the list; write each value out")
     if len(set(values)) != len(values):
@@ -407,8 +435,7 @@ def _bracket_values(token: str, right: str, knob: Knob) -> tuple[str, ...]:
     for value in values:
         if not knob.allows(value):
             raise RouteError(
-                f"token {token!r}: value {value!r} is not allowed; allowed:"
-                f" {'|'.join(knob.all_values)}"
+                f"token {token!r}: value {value!r} is not allowed; allowed: {knob.allowed}"
             )
     return values
 
@@ -418,9 +445,9 @@ def _pinned_value(token: str, value: str, knob: Knob) -> str:
         raise RouteError(f"token {token!r} has no value; write {knob.name}=value")
     if value in UNBOUNDED_FORMS and value not in knob.all_values:
         raise RouteError(f"token {token!r} names a type, not a value; write an integer")
-    if knob.bounded and not knob.allows(value):
+    if not knob.allows(value):
         raise RouteError(
-            f"token {token!r}: value {value!r} is not allowed; allowed: {'|'.join(knob.all_values)}"
+            f"token {token!r}: value {value!r} is not allowed; allowed: {knob.allowed}"
         )
     return value
 

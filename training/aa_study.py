@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from routepilot.env.backends import load_backend
-from routepilot.env.backends.base import BuildFailure, Engine
+from routepilot.env.backends.base import Backend, BuildFailure, Engine
 from routepilot.env.errors import InputError, ModelError, RoutePilotError
 from routepilot.env.measure import Timeable, TimingPlan, confirm, measure_paired
 from routepilot.env.models import Model
@@ -120,7 +120,7 @@ def study(
     """
     if repeats < 1:
         raise InputError(f"{repeats} repeats are not allowed; give 1 or more")
-    compiler = load_backend(backend, options or {})
+    compiler: Backend = load_backend(backend, options or {})
     for model in models:
         inputs = model.selection()[0]
         found: dict[str, list[tuple[Measurement, float]]] = {name: [] for name in METHODS}
@@ -149,7 +149,7 @@ def study(
 def markdown(rows: Sequence[NoiseRow], margin: float) -> str:
     """The study as a Markdown table."""
     lines = [
-        f"Margin {100 * margin:.2g} % on each side. Coverage is of 0; 'bare' is without the margin.",
+        f"Margin {100 * margin:.2g} % on each side. Coverage of 0; 'bare' is without it.",
         "",
         "| model | method | repeats | false wins | coverage | bare | sd | worst | margin needed"
         " | rounds | seconds |",

@@ -1,1 +1,45 @@
 """One file per compiler, all behind the protocol of `base.py`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from routepilot.env.errors import InputError
+
+if TYPE_CHECKING:
+    from routepilot.env.backends.base import Backend
+
+#: Backends by name, each with its sentence.
+BACKENDS = {
+    "cpu": "ONNX Runtime and OpenVINO on the CPU, one catalog",
+    "onnxruntime": "ONNX Runtime on the CPU alone",
+    "openvino": "OpenVINO on the CPU alone",
+}
+
+
+def load_backend(name: str, options: Mapping[str, str] | None = None) -> Backend:
+    """The backend of a name.
+
+    Args:
+        name: A name of `BACKENDS`, or `module:factory` of a backend that is not ours; the factory
+            is called with the options.
+        options: Backend options.
+
+    Raises:
+        InputError: There is no such backend or option.
+        MissingExtraError: A package is missing.
+    """
+    if ":" in name:
+        module, _, factory = name.partition(":")
+        try:
+            made: Backend = getattr(importlib.import_module(module), factory)(dict(options or {}))
+        except (ImportError, AttributeError) as error:
+            raise InputError(f"backend {name!r} cannot be loaded: {error}") from None
+        return made
+    if name not in BACKENDS:
+        raise InputError(f"backend {name!r} does not exist; there is: {', '.join(BACKENDS)}")
+    from routepilot.env.backends.cpu import CpuBackend
+
+    return CpuBackend(name, options or {})

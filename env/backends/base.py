@@ -80,9 +80,11 @@ class Engine(Protocol):
     Attributes:
         hash: Hash of the optimized graph and of the settings that act at run time. Equal hashes
             mean the same engine, which need not be measured twice.
+        build_seconds: Seconds that building took, transforms found made included.
     """
 
     hash: str
+    build_seconds: float
 
     def run(self, inputs: Tensors) -> dict[str, NDArray[np.generic]]:
         """Outputs by name for one input set; outputs are copies the caller owns."""

@@ -1,0 +1,525 @@
+"""One compile by TensorRT or TensorRT-RTX in this process: parse, configure, build, hear it out.
+
+Owns every call to the modules `tensorrt` and `tensorrt_rtx` that makes an engine's bytes, and what
+the compiler says meanwhile: logger, error recorder, and the lines its libraries print past both.
+Knows routes only as strings; no catalog, no model folder, no timing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from routepilot.env.backends.base import BuildFailure
+from routepilot.env.errors import InputError, MachineError, MissingExtraError, ModelError
+from routepilot.env.outcomes import Status
+
+#: Modules by backend name, in the order they are looked for. The RTX metapackage brings
+#: `tensorrt_rtx`; its `-bindings` wheel alone brings only `tensorrt_rtx_bindings`.
+MODULES: dict[str, tuple[str, ...]] = {
+    "tensorrt": ("tensorrt",),
+    "tensorrt_rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings"),
+}
+EXTRAS = {"tensorrt": "tensorrt", "tensorrt_rtx": "rtx"}
+
+#: Oldest versions whose API this file speaks: tiling levels and editable caches came with 10.8.
+OLDEST = {"tensorrt": (10, 8), "tensorrt_rtx": (1, 0)}
+
+#: The older door for compiler flags, read by the compiler at every build.
+FLAGS_VARIABLE = "__LUNOWUD"
+
+#: What the compiler prints for a flag it does not take.
+REFUSAL = re.compile(r"invalid compilation option, ignored \((.*)\)")
+
+#: What the library logs when it takes a build route (seen in TensorRT 11.1.0.106).
+ROUTE_IN_USE = "[TuningBuildRoute] Using build route"
+
+#: Name given to every network: unnamed ones are numbered, which changes the engine's bytes.
+NETWORK_NAME = "model"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a compile gave.
+
+    Attributes:
+        data: Serialized engine.
+        hash: SHA-256 of `data`.
+        warnings: What the user should hear, e.g. that no line says that the route is in use.
+    """
+
+    data: bytes
+    hash: str
+    warnings: tuple[str, ...] = ()
+
+
+def find_module(backend: str) -> ModuleType:
+    """The compiler's Python module.
+
+    Raises:
+        MissingExtraError: It is not installed or cannot be loaded.
+        InputError: It is older than what is supported.
+    """
+    reasons = []
+    for name in MODULES[backend]:
+        try:
+            module = importlib.import_module(name)
+        except (ImportError, OSError, AttributeError, FileNotFoundError) as error:
+            reasons.append(f"{name}: {' '.join(str(error).split())}")
+            continue
+        version = str(getattr(module, "__version__", "0"))
+        oldest = OLDEST[backend]
+        if version_numbers(version) < oldest:
+            raise InputError(
+                f"{name} {version} is too old; supported is {'.'.join(map(str, oldest))} and newer"
+                " (build routes need TensorRT 11.1); upgrade it"
+            )
+        return module
+    raise MissingExtraError(
+        f"the backend {backend} needs the module {MODULES[backend][0]}, which cannot be loaded"
+        f" ({'; '.join(reasons)}); install it with: pip install 'routepilot[{EXTRAS[backend]}]'"
+    )
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version string."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:4])
+
+
+@contextmanager
+def captured_output() -> Iterator[list[str]]:
+    """Collect the lines that libraries print to stdout and stderr, past Python.
+
+    The list is filled when the block ends; the lines are then written to the real stderr too, each
+    once, so that a log file holds them.
+    """
+    lines: list[str] = []
+    libc = ctypes.CDLL(None)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(1), os.dup(2)]
+    with tempfile.TemporaryFile() as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            libc.fflush(None)
+            for descriptor, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, descriptor)
+                os.close(copy)
+            sink.seek(0)
+            lines += sink.read().decode(errors="replace").splitlines()
+    if lines:
+        print("\n".join(dict.fromkeys(lines)), file=sys.stderr, flush=True)
+
+
+class Ear:
+    """Listens to one builder: its log lines and its error recorder.
+
+    Args:
+        trt: The compiler's module.
+
+    Attributes:
+        logger: For the builder and the parser.
+        recorder: For whatever has an `error_recorder`.
+        lines: `(severity name, text)` since the last `clear`.
+    """
+
+    def __init__(self, trt: Any) -> None:
+        self.lines: list[tuple[str, str]] = []
+        ear = self
+
+        class Logger(trt.ILogger):  # type: ignore[misc]
+            def __init__(self) -> None:
+                trt.ILogger.__init__(self)
+
+            def log(self, severity: Any, msg: str) -> None:
+                ear.lines.append((severity.name, msg))
+
+        class Recorder(trt.IErrorRecorder):  # type: ignore[misc]
+            def __init__(self) -> None:
+                trt.IErrorRecorder.__init__(self)
+                self.errors: list[tuple[Any, str]] = []
+
+            def num_errors(self) -> int:
+                return len(self.errors)
+
+            def get_error_code(self, index: int) -> Any:
+                return self.errors[index][0]
+
+            def get_error_desc(self, index: int) -> str:
+                return self.errors[index][1]
+
+            def has_overflowed(self) -> bool:
+                return False
+
+            def clear(self) -> None:
+                self.errors.clear()
+
+            def report_error(self, code: Any, desc: str) -> bool:
+                self.errors.append((code, desc))
+                return True
+
+        self.logger, self.recorder = Logger(), Recorder()
+
+    def clear(self) -> None:
+        """Forget what was heard."""
+        self.lines.clear()
+        self.recorder.clear()
+
+    def errors(self) -> str:
+        """The errors heard, each once, on one line; empty if there were none."""
+        said = [text for severity, text in self.lines if "ERROR" in severity]
+        said += [desc for _, desc in self.recorder.errors]
+        kept: list[str] = []
+        for text in (" ".join(s.split()) for s in said):
+            if not any(text in other or other in text for other in kept):
+                kept.append(text)
+        return "; ".join(kept)
+
+
+def _flag(name: str) -> Callable[[Any, Any, str], None]:
+    def apply(trt: Any, config: Any, value: str) -> None:
+        flag = getattr(trt.BuilderFlag, name)
+        (config.set_flag if value == "on" else config.clear_flag)(flag)
+
+    return apply
+
+
+def _number(name: str) -> Callable[[Any, Any, str], None]:
+    def apply(trt: Any, config: Any, value: str) -> None:
+        if value != "auto":
+            setattr(config, name, int(value))
+
+    return apply
+
+
+def _tiling(trt: Any, config: Any, value: str) -> None:
+    config.tiling_optimization_level = getattr(trt.TilingOptimizationLevel, value.upper())
+
+
+#: How each lever of `tensorrt_catalog.LEVER_KNOBS` is set on a builder configuration.
+LEVERS: dict[str, Callable[[Any, Any, str], None]] = {
+    "-builder_optimization_level": _number("builder_optimization_level"),
+    "-tiling_optimization_level": _tiling,
+    "-max_num_tactics": _number("max_num_tactics"),
+    "-max_aux_streams": _number("max_aux_streams"),
+    "-tf32": _flag("TF32"),
+    "-sparse_weights": _flag("SPARSE_WEIGHTS"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every build of one target shares.
+
+    Attributes:
+        compute_capability: e.g. `8.9`; TensorRT-RTX compiles for it without a GPU. Empty for the
+            GPU at hand.
+        workspace_bytes: Limit of the workspace pool; 0 leaves TensorRT's.
+        avg_timing_iterations: Timings averaged for a tactic (TensorRT's own default is 1,
+            trtexec's is 8); a measuring setting, not a knob.
+        deadline_seconds: A build is cancelled after this long; 0 for no limit.
+        timing_cache: File shared by the builds; None for a fresh private one each.
+        require_cache: Fail at a tactic that is not in the cache, to replay a winner exactly.
+    """
+
+    compute_capability: str = ""
+    workspace_bytes: int = 0
+    avg_timing_iterations: int = 0
+    deadline_seconds: float = 0.0
+    timing_cache: Path | None = None
+    require_cache: bool = False
+
+
+class Compiler:
+    """One builder and its ear, for many builds.
+
+    Args:
+        trt: The module from `find_module`.
+        settings: What the builds share.
+
+    Raises:
+        MachineError: No builder can be made (no GPU or driver, for TensorRT).
+        InputError: The compute capability is not one of the compiler's.
+    """
+
+    def __init__(self, trt: Any, settings: Settings | None = None) -> None:
+        self.trt, self.settings = trt, settings or Settings()
+        self._capability = self._find_capability(self.settings.compute_capability)
+        self._ear = Ear(trt)
+        try:
+            self._builder = trt.Builder(self._ear.logger)
+        except Exception as error:
+            said = self._ear.errors() or " ".join(str(error).split())
+            raise MachineError(
+                f"{trt.__name__} {trt.__version__} cannot make a builder ({said}); it needs an"
+                " NVIDIA GPU and a driver that fits: see `nvidia-smi`"
+            ) from None
+
+    def __del__(self) -> None:
+        # The builder logs while it dies and does not keep its listeners alive.
+        self._builder = None
+
+    def _find_capability(self, wanted: str) -> Any:
+        known = getattr(self.trt, "ComputeCapability", None)
+        if not wanted:
+            return None
+        name = "SM" + wanted.replace(".", "")
+        members = {} if known is None else known.__members__
+        if name not in members:
+            numbers = [n[2:-1] + "." + n[-1] for n in members if n.startswith("SM")]
+            raise InputError(
+                f"compute capability {wanted!r} is not one {self.trt.__name__} compiles for;"
+                f" allowed: {', '.join(numbers) or 'only the GPU at hand (leave it out)'}"
+            )
+        return members[name]
+
+    @property
+    def version(self) -> str:
+        """The compiler's version."""
+        return str(self.trt.__version__)
+
+    def all_build_routes(self) -> str:
+        """JSON of the Global Performance Tuner's knobs; empty where there is no tuner."""
+        if not hasattr(self.trt.IBuilderConfig, "all_build_routes"):
+            return ""
+        return str(self._builder.create_builder_config().all_build_routes or "")
+
+    def parse(self, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Network:
+        """Parse an ONNX file; its external weights lie beside it.
+
+        Args:
+            path: ONNX file.
+            shapes: Shapes of the inputs, for those with dynamic dimensions.
+
+        Raises:
+            ModelError: The parser refuses; every error with node and operator is in the message.
+        """
+        self._ear.clear()
+        flags = 0
+        if self.trt.__name__ == "tensorrt" and version_numbers(self.version)[0] < 11:
+            flags = 1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+        network = self._builder.create_network(flags)
+        network.name = NETWORK_NAME
+        parser = self.trt.OnnxParser(network, self._ear.logger)
+        if not parser.parse_from_file(str(path)):
+            found = [_parser_error(parser.get_error(i)) for i in range(parser.num_errors)]
+            reason = "; ".join(found) or self._ear.errors() or "no reason given"
+            raise ModelError(
+                f"{self.trt.__name__} {self.version} cannot parse {path.name}: {reason}; replace"
+                " these operators, or use another backend"
+            )
+        return Network(self, network, parser, dict(shapes))
+
+    def compile(
+        self,
+        network: Network,
+        *,
+        build_route: str = "",
+        flags: str = "",
+        levers: Mapping[str, str] | None = None,
+    ) -> Plan | BuildFailure:
+        """Build a network once.
+
+        Args:
+            network: Parsed network; it can be built again and again with equal results.
+            build_route: Tokens for `IBuilderConfig.build_route`.
+            flags: Tokens for the environment variable `__LUNOWUD`; experimental.
+            levers: Values of `LEVERS` that differ from their defaults.
+
+        Raises:
+            InputError: Both channels are used at once.
+        """
+        if build_route and flags:
+            raise InputError(
+                "a route goes through build_route or through __LUNOWUD, not through both, since"
+                " which one wins is not published; choose channel=build_route or channel=lunowud"
+            )
+        self._ear.clear()
+        config = self._builder.create_builder_config()
+        if build_route:
+            refusal = self._set_build_route(config, build_route)
+            if refusal:
+                return BuildFailure(Status.REFUSED, refusal)
+        monitor = self._configure(config, network, levers or {})
+        with _flags_set(flags), captured_output() as printed:
+            # Only here: a network made under a recorder ends the process when it is freed
+            # (TensorRT-RTX 1.7.1).
+            self._builder.error_recorder = self._ear.recorder
+            try:
+                serialized = self._builder.build_serialized_network(network.definition, config)
+            finally:
+                self._builder.error_recorder = None
+        refused = dict.fromkeys(m.group(1) for m in map(REFUSAL.search, printed) if m)
+        if refused:
+            reason = f"the compiler does not take {flags}: {'; '.join(refused)}"
+            return BuildFailure(Status.REFUSED, reason)
+        if serialized is None:
+            return self._failure(printed, monitor)
+        self._save_timing_cache(config)
+        data = bytes(serialized)
+        said = any(ROUTE_IN_USE in text for _, text in self._ear.lines)
+        silent = bool(build_route) and not said
+        warnings = ("no log line says that the build route is in use",) if silent else ()
+        return Plan(data, hashlib.sha256(data).hexdigest(), warnings)
+
+    def _set_build_route(self, config: Any, route: str) -> str:
+        """Set, read back, compare: the setter neither raises nor returns. Empty when it took."""
+        if not hasattr(type(config), "build_route"):
+            return f"TensorRT {self.version} has no build_route; it came with TensorRT 11.1"
+        config.build_route = route
+        got = str(config.build_route)
+        if got.split() == route.split():
+            return ""
+        said = self._ear.errors()
+        return f"build_route reads back {got!r} after {route!r} was set" + (
+            f"; the compiler says: {said}" if said else ""
+        )
+
+    def _configure(self, config: Any, network: Network, levers: Mapping[str, str]) -> Any:
+        trt, settings = self.trt, self.settings
+        if self._capability is not None:
+            config.num_compute_capabilities = 1
+            config.set_compute_capability(self._capability, 0)
+        if settings.workspace_bytes:
+            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, settings.workspace_bytes)
+        if settings.avg_timing_iterations:
+            config.avg_timing_iterations = settings.avg_timing_iterations
+        for name, value in levers.items():
+            LEVERS[name](trt, config, value)
+        self._load_timing_cache(config)
+        network.add_profile(self._builder, config)
+        monitor = None
+        if settings.deadline_seconds:
+            monitor = _make_monitor(trt, settings.deadline_seconds)
+            config.progress_monitor = monitor
+        return monitor
+
+    def _load_timing_cache(self, config: Any) -> None:
+        path = self.settings.timing_cache
+        if path is None:
+            return
+        config.set_flag(self.trt.BuilderFlag.EDITABLE_TIMING_CACHE)
+        if self.settings.require_cache:
+            config.set_flag(self.trt.BuilderFlag.ERROR_ON_TIMING_CACHE_MISS)
+        data = path.read_bytes() if path.is_file() else b""
+        cache = config.create_timing_cache(data)
+        if cache is None or not config.set_timing_cache(cache, False):
+            raise InputError(
+                f"the timing cache {path} does not fit this device or TensorRT {self.version};"
+                " delete it or name another one"
+            )
+
+    def _save_timing_cache(self, config: Any) -> None:
+        path = self.settings.timing_cache
+        cache = config.get_timing_cache() if path is not None else None
+        if path is None or cache is None or self.settings.require_cache:
+            return
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_bytes(bytes(cache.serialize()))
+        os.replace(draft, path)
+
+    def _failure(self, printed: list[str], monitor: Any) -> BuildFailure:
+        if monitor is not None and monitor.cancelled:
+            seconds = self.settings.deadline_seconds
+            return BuildFailure(Status.TIMED_OUT, f"the build was cancelled after {seconds:g} s")
+        reason = self._ear.errors() or "; ".join(line for line in printed if line.strip())
+        memory = "out of memory" in reason.lower() or "OutOfMemory" in reason
+        status = Status.OUT_OF_MEMORY if memory else Status.BUILD_FAILED
+        return BuildFailure(status, reason or "the compiler gave no engine and no reason")
+
+
+@dataclass
+class Network:
+    """A parsed network.
+
+    Attributes:
+        compiler: Kept alive: a network that outlives its builder ends the process.
+        definition: TensorRT's network.
+        parser: Kept alive, since it owns the weights.
+        shapes: Shapes for inputs with dynamic dimensions.
+    """
+
+    compiler: Compiler
+    definition: Any
+    parser: Any
+    shapes: dict[str, tuple[int, ...]]
+
+    def __del__(self) -> None:
+        self.definition = None
+        self.parser = None
+
+    def add_profile(self, builder: Any, config: Any) -> None:
+        """Fix dynamic inputs with a profile of the model's shapes.
+
+        Raises:
+            ModelError: A dynamic input has no shape.
+        """
+        inputs = [self.definition.get_input(i) for i in range(self.definition.num_inputs)]
+        dynamic = [t for t in inputs if any(d < 0 for d in tuple(t.shape))]
+        if not dynamic:
+            return
+        profile = builder.create_optimization_profile()
+        for tensor in dynamic:
+            shape = self.shapes.get(tensor.name)
+            if shape is None:
+                raise ModelError(
+                    f"input {tensor.name} has dynamic dimensions {tuple(tensor.shape)} and no"
+                    f" shape; give one, e.g. --shape {tensor.name}=1x3x224x224"
+                )
+            profile.set_shape(tensor.name, shape, shape, shape)
+        config.add_optimization_profile(profile)
+
+
+def _parser_error(error: Any) -> str:
+    node, operator = error.node_name(), error.node_operator()
+    place = f"node {node!r} ({operator}): " if node or operator else ""
+    return place + " ".join(error.desc().split())
+
+
+def _make_monitor(trt: Any, seconds: float) -> Any:
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.end = time.monotonic() + seconds
+            self.cancelled = False
+
+        def phase_start(self, *_: Any) -> None:
+            pass
+
+        def phase_finish(self, *_: Any) -> None:
+            pass
+
+        def step_complete(self, *_: Any) -> bool:
+            self.cancelled = self.cancelled or time.monotonic() > self.end
+            return not self.cancelled
+
+    return Monitor()
+
+
+@contextmanager
+def _flags_set(flags: str) -> Iterator[None]:
+    """`__LUNOWUD` is exactly `flags` inside the block, and unset where there are none."""
+    before = os.environ.pop(FLAGS_VARIABLE, None)
+    if flags:
+        os.environ[FLAGS_VARIABLE] = flags
+    try:
+        yield
+    finally:
+        os.environ.pop(FLAGS_VARIABLE, None)
+        if before is not None:
+            os.environ[FLAGS_VARIABLE] = before

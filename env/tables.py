@@ -1,0 +1,267 @@
+"""Route table files: a `RouteTable` as one Parquet file that others can use.
+
+Owns the file format, field by field, and what a reader refuses. Knows no compiler and no agent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from routepilot.env.accuracy import Gate, regate
+from routepilot.env.backends.base import Target
+from routepilot.env.errors import TableError
+from routepilot.env.features import FEATURE_NAMES
+from routepilot.env.outcomes import Measurement, Outcome, Status
+from routepilot.env.records import ModelCard, RouteTable
+from routepilot.env.routes import DEFAULT_ROUTE, Route
+from routepilot.env.store import pack_catalog, pack_losses, unpack_catalog, unpack_losses
+
+#: Version of the format; a file of another version is refused.
+SCHEMA_VERSION = 1
+
+#: Key of our description in the Parquet file's metadata.
+METADATA_KEY = b"routepilot"
+
+#: The columns: name, Arrow type, meaning.
+FIELDS: tuple[tuple[str, str, str], ...] = (
+    ("fingerprint", "string", "model, by its fingerprint; its card is in the metadata"),
+    ("route", "string", "canonical route; empty for the default"),
+    ("repeat", "int32", "0 for the first build of the route, 1 and up for controls"),
+    ("status", "string", "how the build ended, see outcomes.Status"),
+    ("reason", "string", "why, in the compiler's words where it failed"),
+    (
+        "log_speedup",
+        "float64",
+        "log(default time / route time), median over rounds; null: not timed",
+    ),
+    ("low", "float64", "lower end of its 95 % interval"),
+    ("high", "float64", "upper end"),
+    ("latency_ms", "float64", "median time of one inference, milliseconds"),
+    ("default_latency_ms", "float64", "same for the default route in the same rounds"),
+    ("rounds", "int32", "interleaved rounds behind the figures; 0: same engine as another"),
+    ("spread", "float64", "robust standard deviation of one round's log ratio"),
+    ("losses", "string", "worst loss by metric, JSON of numbers written as strings"),
+    ("build_seconds", "float64", "transforms plus compile"),
+    ("measure_seconds", "float64", "accuracy check plus timing"),
+    ("engine_hash", "string", "hash of the optimized graph and settings; empty: nothing was built"),
+)
+
+_MEASURED = tuple(Measurement.__dataclass_fields__)
+
+
+def save_table(table: RouteTable, path: Path) -> None:
+    """Write a table as a Parquet file, whole or not at all.
+
+    Raises:
+        TableError: The file cannot be written.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        _row(fingerprint, repeat, outcome)
+        for fingerprint, routes in table.outcomes.items()
+        for outcomes in routes.values()
+        for repeat, outcome in enumerate(outcomes)
+    ]
+    description = {
+        "schema": SCHEMA_VERSION,
+        "catalog": pack_catalog(table.catalog),
+        "target": asdict(table.target),
+        "models": [asdict(card) for card in table.models],
+        "features": list(FEATURE_NAMES),
+        "manifest": dict(table.manifest),
+    }
+    schema = pa.schema(
+        [pa.field(name, getattr(pa, kind)()) for name, kind, _ in FIELDS],
+        metadata={METADATA_KEY: json.dumps(description).encode()},
+    )
+    try:
+        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        try:
+            pq.write_table(pa.Table.from_pylist(rows, schema=schema), draft, compression="zstd")
+            os.chmod(draft, 0o644)
+            os.replace(draft, path)
+        except BaseException:
+            Path(draft).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise TableError(f"route table {str(path)!r} cannot be written: {error}") from None
+
+
+def load_table(path: Path) -> RouteTable:
+    """Read a table that `save_table` wrote.
+
+    Raises:
+        TableError: No such file, damaged, not ours, or of another schema version.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        raise TableError(f"route table {str(path)!r} does not exist; give a .parquet file")
+    try:
+        data = pq.read_table(path)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        words = " ".join(str(error).split())[:200]
+        raise TableError(
+            f"route table {str(path)!r} is damaged or not Parquet ({words}); fetch it again"
+        ) from None
+    metadata = data.schema.metadata or {}
+    if METADATA_KEY not in metadata:
+        raise TableError(
+            f"{str(path)!r} is Parquet but no route table; give a file that `routepilot collect`"
+            " or `routepilot records export` wrote"
+        )
+    try:
+        description = json.loads(metadata[METADATA_KEY])
+        version = description["schema"]
+        if version != SCHEMA_VERSION:
+            raise TableError(
+                f"route table {str(path)!r} has schema {version} and this version reads"
+                f" {SCHEMA_VERSION}; collect it again, or use the routepilot that wrote it"
+            )
+        return _table(description, data.to_pylist())
+    except (KeyError, TypeError, ValueError) as error:
+        raise TableError(
+            f"route table {str(path)!r} lacks something ({error!r}); fetch it again"
+        ) from None
+
+
+def merge_tables(tables: Sequence[RouteTable]) -> RouteTable:
+    """One table of several partial ones of one target; outcomes held twice are kept once.
+
+    Raises:
+        TableError: No table, or two targets; the message names the difference.
+    """
+    if not tables:
+        raise TableError("no table to merge; give one or more")
+    first = tables[0]
+    cards: dict[str, ModelCard] = {}
+    outcomes: dict[str, dict[Route, tuple[Outcome, ...]]] = {}
+    for table in tables:
+        difference = first.target.difference(table.target)
+        if difference:
+            raise TableError(f"tables of two targets cannot be merged: {difference}")
+        cards.update({card.fingerprint: card for card in table.models})
+        for fingerprint, routes in table.outcomes.items():
+            mine = outcomes.setdefault(fingerprint, {})
+            for route, found in routes.items():
+                there = mine.get(route, ())
+                mine[route] = (*there, *(o for o in found if o not in there))
+    return RouteTable(first.catalog, first.target, tuple(cards.values()), outcomes, first.manifest)
+
+
+def describe_table(table: RouteTable, gate: Gate) -> dict[str, Any]:
+    """What a table holds at an accuracy limit, as plain data.
+
+    Args:
+        table: The table.
+        gate: Gate that decides what is feasible.
+    """
+    models = []
+    statuses: dict[str, int] = {}
+    reasons: dict[str, int] = {}
+    controls: list[float] = []
+    build = measure = 0.0
+    for card in table.models:
+        best, best_route, feasible, count = 0.0, DEFAULT_ROUTE, 0, 0
+        for route, outcomes in table.outcomes[card.fingerprint].items():
+            outcome = regate(outcomes[0], gate)
+            statuses[outcome.status.value] = statuses.get(outcome.status.value, 0) + 1
+            if outcome.status is not Status.OK:
+                reason = outcome.reason[:80]
+                reasons[reason] = reasons.get(reason, 0) + 1
+            build += sum(o.build_seconds for o in outcomes)
+            measure += sum(o.measure_seconds for o in outcomes)
+            if route.is_default:
+                controls += [abs(o.log_speedup) for o in outcomes[1:] if o.is_feasible]
+                continue
+            count += 1
+            feasible += outcome.is_feasible
+            if outcome.log_speedup > best:
+                best, best_route = outcome.log_speedup, route
+        models.append(
+            {
+                "name": card.name,
+                "family": card.family,
+                "trained": card.trained,
+                "default_latency_ms": card.default_latency_ms,
+                "routes": count,
+                "feasible": feasible,
+                "best_speedup": float(np.exp(best)),
+                "best_route": str(best_route),
+            }
+        )
+    return {
+        "target": asdict(table.target),
+        "models": models,
+        "statuses": statuses,
+        "reasons": dict(sorted(reasons.items(), key=lambda item: -item[1])[:12]),
+        "controls": {
+            "count": len(controls),
+            "median": float(np.median(controls)) if controls else 0.0,
+            "largest": max(controls, default=0.0),
+        },
+        "build_seconds": build,
+        "measure_seconds": measure,
+        "oracle_speedup": float(np.exp(np.mean([np.log(m["best_speedup"]) for m in models])))
+        if models
+        else 1.0,
+        "manifest": dict(table.manifest),
+    }
+
+
+def _row(fingerprint: str, repeat: int, outcome: Outcome) -> dict[str, Any]:
+    measured = outcome.measurement
+    return {
+        "fingerprint": fingerprint,
+        "route": str(outcome.route),
+        "repeat": repeat,
+        "status": outcome.status.value,
+        "reason": outcome.reason,
+        **{name: getattr(measured, name) if measured else None for name in _MEASURED},
+        "losses": pack_losses(outcome.losses),
+        "build_seconds": outcome.build_seconds,
+        "measure_seconds": outcome.measure_seconds,
+        "engine_hash": outcome.engine_hash,
+    }
+
+
+def _table(description: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> RouteTable:
+    outcomes: dict[str, dict[Route, tuple[Outcome, ...]]] = {}
+    for row in rows:
+        timed = row["log_speedup"] is not None
+        outcome = Outcome(
+            Route.read(row["route"]),
+            Status(row["status"]),
+            row["reason"],
+            Measurement(**{name: row[name] for name in _MEASURED}) if timed else None,
+            unpack_losses(row["losses"]),
+            row["build_seconds"],
+            row["measure_seconds"],
+            row["engine_hash"],
+        )
+        mine = outcomes.setdefault(row["fingerprint"], {})
+        mine[outcome.route] = (*mine.get(outcome.route, ()), outcome)
+    if tuple(description["features"]) != FEATURE_NAMES:
+        raise ValueError("its model features are those of another version")
+    models = tuple(
+        ModelCard(**{**card, "features": tuple(card["features"])}) for card in description["models"]
+    )
+    return RouteTable(
+        unpack_catalog(description["catalog"]),
+        Target(**description["target"]),
+        models,
+        outcomes,
+        description["manifest"],
+    )
