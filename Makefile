@@ -52,7 +52,7 @@ $(VENV)/.dev: $(VENV)/.base pyproject.toml
 	mkdir -p $(VENV)/typing/routepilot
 	for room in env agents training checkpoints; do \
 		ln -sfn ../../../$$room $(VENV)/typing/routepilot/$$room; done
-	for file in __init__.py py.typed; do \
+	for file in __init__.py __main__.py py.typed; do \
 		ln -sfn ../../../training/public/$$file $(VENV)/typing/routepilot/$$file; done
 	touch $@
 

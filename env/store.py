@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -238,17 +237,23 @@ class RecordStore:
             ) from None
 
     def _migrate(self) -> None:
-        (version,) = self._base.execute("PRAGMA user_version").fetchone()
-        if version > SCHEMA_VERSION:
-            raise TableError(
-                f"record store {str(self._path)!r} has schema {version} and this version reads up"
-                f" to {SCHEMA_VERSION}; upgrade routepilot"
-            )
-        with closing(self._base.cursor()) as cursor:
-            for step in range(version, SCHEMA_VERSION):
-                cursor.executescript(
-                    f"BEGIN IMMEDIATE; {MIGRATIONS[step]} PRAGMA user_version = {step + 1}; COMMIT;"
+        self._base.execute("BEGIN IMMEDIATE")  # two processes must not both bring it up to date
+        try:
+            (version,) = self._base.execute("PRAGMA user_version").fetchone()
+            if version > SCHEMA_VERSION:
+                raise TableError(
+                    f"record store {str(self._path)!r} has schema {version} and this version reads"
+                    f" up to {SCHEMA_VERSION}; upgrade routepilot"
                 )
+            for statements in MIGRATIONS[version:]:
+                for statement in filter(str.strip, statements.split(";")):
+                    self._base.execute(statement)
+            self._base.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            self._base.execute("COMMIT")
+        except BaseException:
+            self._base.execute("ROLLBACK")
+            self._base.close()
+            raise
 
 
 def _outcome(row: tuple[Any, ...]) -> Outcome:

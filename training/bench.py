@@ -33,7 +33,7 @@ def help_seconds() -> str:
     ours, bare = [], []
     for _ in range(REPEATS + 1):
         for command, times in (
-            ([sys.executable, "-m", "routepilot.training.cli", "--help"], ours),
+            ([sys.executable, "-m", "routepilot", "--help"], ours),
             ([sys.executable, "-c", "pass"], bare),
         ):
             start = time.perf_counter()
@@ -58,7 +58,7 @@ def tune_cost() -> tuple[str, str]:
     shares, peaks = [], []
     for seed in range(3):
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "routepilot.training.cli", "tune", f"zoo:{name}"]
+            command = [sys.executable, "-m", "routepilot", "tune", f"zoo:{name}"]
             command += ["-o", folder, "--max-builds", "6", "--seed", str(seed), "--json"]
             result, peak = _with_peak_memory(command)
             shares.append(100 * result["overhead_seconds"] / result["seconds"])

@@ -80,9 +80,9 @@ def tune(
 ) -> None:
     """Find the fastest accurate route for a model.
 
-    Spends a handful of builds. Writes result.json, report.html, the record store and the winning model into OUT; the same
-    command again continues where it was. Never answers with an engine slower or less accurate
-    than the default.
+    Spends a handful of builds. Writes result.json, report.html, the record store and the winning
+    model into OUT; the same command again continues where it was. Never answers with an engine
+    slower or less accurate than the default.
 
     Example: routepilot tune model.onnx -o tuned --shape input=1x3x224x224 --max-builds 6
     """
@@ -337,7 +337,3 @@ def main() -> None:
             "routepilot: interrupted; everything so far is saved, repeat the command\n"
         )
         raise SystemExit(130) from None
-
-
-if __name__ == "__main__":
-    main()

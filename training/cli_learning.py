@@ -81,15 +81,18 @@ def evaluate(
 
     Example: routepilot evaluate --table cpu --agents random,best-on-average,two-way-gp
     """
+    from routepilot.env.tables import load_table
     from routepilot.training import console
-    from routepilot.training.evaluate import AGENTS_WITHOUT_TRAINING
+    from routepilot.training.defaults import find_table
+    from routepilot.training.evaluate import DEFAULT_AGENTS
     from routepilot.training.evaluate import evaluate as run
     from routepilot.training.files import ensure_folder, write_json
 
     names = [name.strip() for name in agents.split(",") if name.strip()]
     result = run(
-        table,
-        names or list(AGENTS_WITHOUT_TRAINING),
+        load_table(find_table(table)),
+        names or list(DEFAULT_AGENTS),
+        name=table,
         tolerance=tolerance,
         seeds=seeds,
         seed=seed,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from routepilot.agents import NEEDS_TABLE, make_agent
 from routepilot.agents.base import Problem
+from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import PolicyError
 from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
@@ -103,15 +104,13 @@ def run_agents(
         Agent name -> its row, in the order given.
     """
     searches: dict[str, Search] = {}
+    gate = session.config.gate
+    replay = Replay(table, gate) if table is not None else None
     for name in dict.fromkeys(agents):
-        problem = Problem(session.catalog, session.features, None, budget.max_builds, seed)
-        agent = make_agent(
-            name,
-            problem,
-            table=table if name in NEEDS_TABLE else None,
-            policy=policy if name == "ppo" else None,
-            gate=session.config.gate,
+        problem = Problem(
+            session.catalog, session.features, None, budget.max_builds, seed, gate.limit
         )
+        agent = make_agent(name, problem, replay=replay, policy=policy)
         say(f"agent {name}")
         searches[name] = run_search(
             session,

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -135,4 +135,53 @@ def print_comparison(title: str, rows: Mapping[str, AgentResult]) -> None:
             )
             for name, row in rows.items()
         ],
+    )
+
+
+def print_evaluation(result: Mapping[str, Any]) -> None:
+    """The protocol's table: share of the oracle's gain by builds, with intervals."""
+    budgets = list(next(iter(result["agents"].values()))["gain_share"])
+    rows = []
+    for name, row in result["agents"].items():
+        cells = [
+            f"{100 * row['gain_share'][b]:.0f} % ({100 * row['gain_share_low'][b]:.0f} to"
+            f" {100 * row['gain_share_high'][b]:.0f})"
+            for b in budgets
+        ]
+        rows.append((name, *cells, f"{row['builds_to_95']:.1f}", f"{row['stop_builds']:.1f}"))
+    print_table(
+        f"share of the best recorded gain after so many builds; {len(result['models'])} models,"
+        f" {result['split']}, error limit {result['tolerance']:g}",
+        ("agent", *budgets, "builds to 95 %", "stops after"),
+        rows,
+    )
+
+
+def print_description(facts: Mapping[str, Any]) -> None:
+    """What a table holds: models, failures, controls."""
+    print_table(
+        f"{len(facts['models'])} models; geometric mean of the best {facts['oracle_speedup']:.2f}x",
+        ("model", "family", "weights", "default ms", "routes", "feasible", "best", "route"),
+        [
+            (
+                m["name"],
+                m["family"],
+                "trained" if m["trained"] else "random",
+                f"{m['default_latency_ms']:.2f}",
+                m["routes"],
+                m["feasible"],
+                f"{m['best_speedup']:.2f}x",
+                m["best_route"] or "default",
+            )
+            for m in facts["models"]
+        ],
+    )
+    print_table("outcomes", ("status", "builds"), list(facts["statuses"].items()))
+    print_table("commonest reasons", ("reason", "builds"), list(facts["reasons"].items()))
+    controls = facts["controls"]
+    out.print(
+        f"{controls['count']} controls (default against default): median"
+        f" {100 * controls['median']:.1f} %, largest {100 * controls['largest']:.1f} %;"
+        f" {(facts['build_seconds'] + facts['measure_seconds']) / 3600:.2f} machine hours",
+        markup=False,
     )

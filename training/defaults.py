@@ -10,8 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import InputError, PolicyError, TableError
-from routepilot.env.records import RouteTable
 from routepilot.env.tables import load_table
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ class Choice:
         agent: Agent name for `make_agent`.
         name: Name for people: the policy's, or the agent's.
         why: One line that says what was chosen and why.
-        table: Route table for agents that learn from one.
+        replay: Route table for agents that learn from one.
         policy: Loaded policy for the PPO agent.
     """
 
     agent: str
     name: str
     why: str
-    table: RouteTable | None = None
+    replay: Replay | None = None
     policy: LoadedPolicy | None = None
 
 
@@ -108,8 +108,10 @@ def choose_agent(session: Session, *, policy: str | None, agent: str | None) -> 
         raise InputError(f"both policy {policy!r} and agent {agent!r} were given; give one")
     backend = session.config.backend
     if agent is not None and agent != "ppo":
-        table = load_table(find_table(backend)) if agent in NEEDS_TABLE else None
-        return Choice(agent, agent, f"agent {agent}, as asked", table)
+        replay = None
+        if agent in NEEDS_TABLE:
+            replay = Replay(load_table(find_table(backend)), session.config.gate)
+        return Choice(agent, agent, f"agent {agent}, as asked", replay)
     if policy is None and backend not in released_policies():
         return Choice("random", "random", f"agent random: no policy is released for {backend}")
     name = policy or backend

@@ -189,10 +189,10 @@ def tune(
         default = session.default()
         choice = choose_agent(session, policy=policy, agent=agent)
         say(choice.why)
-        problem = Problem(session.catalog, session.features, None, max_builds, seed)
-        searcher = make_agent(
-            choice.agent, problem, table=choice.table, policy=choice.policy, gate=settings.gate
+        problem = Problem(
+            session.catalog, session.features, None, max_builds, seed, settings.gate.limit
         )
+        searcher = make_agent(choice.agent, problem, replay=choice.replay, policy=choice.policy)
         search = run_search(
             session, searcher, Budget(max_builds, max_seconds), on_outcome=on_outcome
         )

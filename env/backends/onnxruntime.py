@@ -1,8 +1,8 @@
 """ONNX Runtime on the CPU: its knobs, and engines made of one inference session each.
 
-Owns session options. Knows no other compiler. Unknown options are accepted silently by the
-library, so an engine is known by its effect: the hash of the graph it optimised to, and of the
-settings that act at run time.
+Owns session options. Knows no other compiler. The library accepts unknown options and optimizer
+names silently, so an engine is known by its effect: the graph it optimised to, and the settings
+that act at run time.
 """
 
 from __future__ import annotations
@@ -10,95 +10,123 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from routepilot.env.backends.base import Tensors
+from routepilot.env.backends.recipes import Transformed
 from routepilot.env.models import fingerprint_of
-from routepilot.env.routes import Knob
+from routepilot.env.routes import Knob, Requirement
 
 if TYPE_CHECKING:
     import onnxruntime
 
-#: Fusion groups that can be switched off, and the optimizers each stands for (names from the
-#: verbose log of ONNX Runtime 1.32).
-GROUPS: dict[str, tuple[str, ...]] = {
-    "-layout:nchwc": ("NchwcTransformer",),
+    from routepilot.env.models import Model
+
+#: Switches over groups of optimizers: sentence, and the optimizers each turns off. Names as the
+#: verbose log of ONNX Runtime 1.32 prints them; older names beside them, unknown ones do nothing.
+SWITCHES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "-layout:nchwc": ("Lay convolutions out in blocks of channels.", ("NchwcTransformer",)),
     "-fuse:norm": (
-        "LayerNormFusionL1",
-        "LayerNormFusionL2",
-        "SkipLayerNormFusion",
-        "SimplifiedLayerNormFusion",
-        "EmbedLayerNormFusion",
-        "BiasSkipLayerNormFusion",
+        "Fuse layer normalisations with what surrounds them.",
+        (
+            "LayerNormFusion",
+            "LayerNormFusionL1",
+            "LayerNormFusionL2",
+            "SimplifiedLayerNormFusion",
+            "SkipLayerNormFusion",
+            "BiasSkipLayerNormFusion",
+            "EmbedLayerNormFusion",
+        ),
     ),
     "-fuse:gelu": (
-        "GeluFusionL1",
-        "GeluFusionL2",
-        "FastGeluFusion",
-        "BiasGeluFusion",
-        "QuickGeluFusion",
+        "Fuse the operators of a GELU into one.",
+        (
+            "GeluFusion",
+            "GeluFusionL1",
+            "GeluFusionL2",
+            "BiasGeluFusion",
+            "FastGeluFusion",
+            "QuickGeluFusion",
+        ),
     ),
-    "-fuse:activation": ("ConvActivationFusion", "ConvAddActivationFusion", "GemmActivationFusion"),
+    "-fuse:activation": (
+        "Fuse activations and additions into convolutions.",
+        ("ConvActivationFusion", "ConvAddActivationFusion"),
+    ),
     "-fuse:matmul": (
-        "MatMulAddFusion",
-        "MatMulScaleFusion",
-        "MatmulTransposeFusion",
-        "MatMulActivationFusion",
+        "Fuse additions, scales, transposes and activations into matrix products.",
+        (
+            "MatMulAddFusion",
+            "MatMulActivationFusion",
+            "MatMulScaleFusion",
+            "MatmulTransposeFusion",
+            "GemmActivationFusion",
+        ),
     ),
-    "-fuse:transpose": ("TransposeOptimizer",),
-    "-fold:constants": ("ConstantFolding",),
+    "-fuse:transpose": (
+        "Push transposes through the graph until they cancel.",
+        ("TransposeOptimizer",),
+    ),
+    "-fold:constants": (
+        "Compute constant parts of the graph at build time.",
+        ("ConstantFolding",),
+    ),
 }
 
-_HELP = {
-    "-layout:nchwc": "Lay convolutions out in blocks of channels.",
-    "-fuse:norm": "Fuse layer normalisations into single kernels.",
-    "-fuse:gelu": "Fuse GELU patterns.",
-    "-fuse:activation": "Fuse activations into convolutions.",
-    "-fuse:matmul": "Fuse additions, scales and transposes into matrix products.",
-    "-fuse:transpose": "Push transposes through the graph and cancel them.",
-    "-fold:constants": "Compute constant parts of the graph at build time.",
+#: Graph optimisation levels by their short names.
+LEVELS = {
+    "all": "ORT_ENABLE_ALL",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "basic": "ORT_ENABLE_BASIC",
+    "off": "ORT_DISABLE_ALL",
 }
 
-_LEVELS = {"all": "ORT_ENABLE_ALL", "extended": "ORT_ENABLE_EXTENDED", "basic": "ORT_ENABLE_BASIC"}
-_LEVELS["off"] = "ORT_DISABLE_ALL"
+#: Knobs of this engine, threads aside.
+KNOBS: tuple[Knob, ...] = (
+    Knob("-graph", tuple(LEVELS), "all", "How far the graph is optimised.", ("graph",)),
+    *(
+        Knob(name, ("on", "off"), "on", text, ("layout" if "layout" in name else "fusion",))
+        for name, (text, _) in SWITCHES.items()
+    ),
+    Knob(
+        "-qdq:cleanup",
+        ("off", "on"),
+        "off",
+        "Remove quantise-dequantise pairs that no integer kernel took up.",
+        ("fusion",),
+    ),
+    Knob(
+        "-transformer",
+        ("off", "on"),
+        "off",
+        "Fuse attention, normalisation and GELU offline, before the build.",
+        ("fusion", "transform"),
+    ),
+    Knob("-prepack", ("on", "off"), "on", "Repack weights for the kernels once.", ("memory",)),
+)
 
+#: Exists when more than one thread is granted.
+SPIN = Knob("-spin", ("on", "off"), "on", "Idle threads spin instead of sleeping.", ("threads",))
 
-def knobs() -> tuple[Knob, ...]:
-    """Knobs of this engine, thread knobs aside."""
-    switches = ("on", "off")
-    return (
-        Knob(
-            "-graph",
-            ("all", "extended", "basic", "off"),
-            "all",
-            "How far the graph is optimised.",
-            ("graph",),
-        ),
-        *(Knob(name, switches, "on", _HELP[name], ("fusion",)) for name in GROUPS),
-        Knob(
-            "-qdq:cleanup",
-            ("off", "on"),
-            "off",
-            "Remove quantise-dequantise pairs that fusion left behind.",
-            ("fusion",),
-        ),
-        Knob(
-            "-transformer",
-            ("off", "on"),
-            "off",
-            "Fuse attention and embeddings offline before the build.",
-            ("fusion",),
-        ),
-        Knob("-prepack", switches, "on", "Repack weights once for the kernels.", ("memory",)),
-    )
+#: Where a switch has nothing to switch off.
+REQUIREMENTS: tuple[Requirement, ...] = (
+    Requirement("-layout:nchwc", "off", "-graph", ("all",), "no other level changes the layout"),
+    *(
+        Requirement(name, "off", "-graph", ("all", "extended", "basic"), "nothing is optimised")
+        for name in SWITCHES
+        if name != "-layout:nchwc"
+    ),
+)
+
+#: Session entries whose effect is seen in the optimised graph.
+_SEEN = {"session.enable_quant_qdq_cleanup"}
 
 
 @dataclass(frozen=True)
@@ -107,15 +135,20 @@ class SessionSettings:
 
     Attributes:
         level: Graph optimisation level, by its name in the library.
-        disabled: Optimizers switched off.
+        disabled_optimizers: Optimizers switched off.
         entries: Session configuration entries.
         threads: Threads of one operator.
     """
 
     level: str
-    disabled: tuple[str, ...]
+    disabled_optimizers: tuple[str, ...]
     entries: Mapping[str, str]
     threads: int
+
+    @property
+    def spins(self) -> bool:
+        """True when idle threads of the session keep a core busy."""
+        return self.threads > 1 and self.entries.get("session.intra_op.allow_spinning") != "0"
 
     def options(self) -> onnxruntime.SessionOptions:
         """The library's options object."""
@@ -139,29 +172,40 @@ def settings_of(values: Mapping[str, str], threads: int) -> SessionSettings:
         threads: Threads granted.
     """
     entries = {}
-    if values.get("-qdq:cleanup") == "on":
+    if values["-qdq:cleanup"] == "on":
         entries["session.enable_quant_qdq_cleanup"] = "1"
-    if values.get("-prepack") == "off":
+    if values["-prepack"] == "off":
         entries["session.disable_prepacking"] = "1"
-    if values.get("-spin") == "off":
+    if values.get(SPIN.name) == "off":
         entries["session.intra_op.allow_spinning"] = "0"
-    disabled = [n for knob, names in GROUPS.items() if values.get(knob) == "off" for n in names]
-    level = _LEVELS[values.get("-graph", "all")]
-    return SessionSettings(level, tuple(disabled), entries, int(values.get("-threads", threads)))
+    off = tuple(n for knob, (_, names) in SWITCHES.items() if values[knob] == "off" for n in names)
+    used = int(values.get("-threads", threads))
+    return SessionSettings(LEVELS[values["-graph"]], off, entries, used)
 
 
 class OrtEngine:
-    """One inference session."""
+    """One inference session; see `base.Engine`.
 
-    def __init__(self, path: Path, settings: SessionSettings, transform_seconds: float) -> None:
+    Args:
+        source: File to load, and the seconds its transforms took.
+        settings: Session settings.
+        model: The model it was made of; lends an input set to `save`.
+        scratch: Folder for the optimised graph, which is read and thrown away.
+
+    Raises:
+        Exception: Whatever the library raises when it cannot make a session.
+    """
+
+    def __init__(
+        self, source: Transformed, settings: SessionSettings, model: Model, scratch: Path
+    ) -> None:
+        self._path, self._settings, self._model = source.path, settings, model
+        optimized = scratch / "optimized.onnx"
         start = time.perf_counter()
-        self._path, self._settings = path, settings
-        with tempfile.TemporaryDirectory(prefix="routepilot-ort-") as folder:
-            optimized = Path(folder) / "optimized.onnx"
-            self._session: onnxruntime.InferenceSession | None = self._make(optimized)
-            self.build_seconds = transform_seconds + time.perf_counter() - start
-            self.hash = self._effect(optimized)
-        self._names = [output.name for output in self._live().get_outputs()]
+        self._session: onnxruntime.InferenceSession | None = self._make(optimized)
+        self.build_seconds = source.seconds + time.perf_counter() - start
+        self.hash = self._effect(optimized)
+        self._names = [output.name for output in self._session.get_outputs()]
 
     def _make(self, optimized: Path | None = None) -> onnxruntime.InferenceSession:
         import onnxruntime
@@ -169,137 +213,130 @@ class OrtEngine:
         options = self._settings.options()
         if optimized is not None:
             options.optimized_model_filepath = str(optimized)
+            if self._path.with_name(f"{self._path.name}.data").is_file():
+                entry = "session.optimized_model_external_initializers_"
+                options.add_session_config_entry(f"{entry}file_name", f"{optimized.name}.data")
+                options.add_session_config_entry(f"{entry}min_size_in_bytes", "1024")
         return onnxruntime.InferenceSession(
             str(self._path),
             options,
             providers=["CPUExecutionProvider"],
-            disabled_optimizers=list(self._settings.disabled),
+            disabled_optimizers=list(self._settings.disabled_optimizers),
         )
 
     def _effect(self, optimized: Path) -> str:
         import onnx
 
         # Fusions name the weights they make at random, so the file's bytes say nothing.
-        digest = hashlib.sha256(fingerprint_of(onnx.load(str(optimized))).encode())
-        acting = {
-            name: value
-            for name, value in self._settings.entries.items()
-            if name != "session.enable_quant_qdq_cleanup"  # seen in the graph
-        }
-        digest.update(json.dumps([acting, self._settings.threads], sort_keys=True).encode())
-        return digest.hexdigest()
-
-    def _live(self) -> onnxruntime.InferenceSession:
-        if self._session is None:
-            self._session = self._make()
-        return self._session
+        graph = fingerprint_of(onnx.load(str(optimized)))
+        acting = {k: v for k, v in self._settings.entries.items() if k not in _SEEN}
+        text = json.dumps([graph, acting, self._settings.threads], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def run(self, inputs: Tensors) -> dict[str, NDArray[np.generic]]:
-        """Outputs by name; see `base.Engine`."""
-        outputs = self._live().run(self._names, dict(inputs))
+        """Outputs by name, copies; see `base.Engine`."""
+        if self._session is None:
+            self._session = self._make()
+        outputs = self._session.run(self._names, dict(inputs))
         return {n: np.array(o) for n, o in zip(self._names, outputs, strict=True)}
 
     def time(self, inputs: Tensors, seconds: float) -> list[float]:
-        """Milliseconds of each inference; see `base.Engine`."""
-        session, names, feed = self._live(), self._names, dict(inputs)
-        clock, spent = time.perf_counter, []
-        end = clock() + seconds
+        """Milliseconds of each inference, inputs bound beforehand; see `base.Engine`."""
+        if self._session is None:
+            self.run(inputs)  # a new session's first inference is slower
+            assert self._session is not None
+        binding = self._session.io_binding()
+        held = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
+        for name, array in held.items():
+            binding.bind_cpu_input(name, array)
+        for name in self._names:
+            binding.bind_output(name, "cpu")
+        run, clock = self._session.run_with_iobinding, time.perf_counter_ns
+        spent: list[float] = []
+        end = clock() + round(seconds * 1e9)
         while True:
             start = clock()
-            session.run(names, feed)
+            run(binding)
             now = clock()
-            spent.append(1000 * (now - start))
+            spent.append((now - start) / 1e6)
             if now >= end:
                 return spent
 
     def quiesce(self) -> None:
-        """Drop a session whose idle threads would spin; see `base.Engine`."""
-        if self._settings.threads > 1 and "session.intra_op.allow_spinning" not in (
-            self._settings.entries
-        ):
+        """Give up a session whose idle threads spin: they slow a neighbour down by 70 %."""
+        if self._settings.spins:
             self._session = None
 
     def save(self, folder: Path) -> list[str]:
-        """Write the model, the session settings and `load.py`; see `base.Engine`."""
-        copy_model(self._path, folder)
-        chosen = {
-            "level": self._settings.level,
-            "disabled_optimizers": list(self._settings.disabled),
-            "entries": dict(self._settings.entries),
-            "threads": self._settings.threads,
-        }
-        (folder / "session.json").write_text(json.dumps(chosen, indent=2) + "\n")
-        (folder / "load.py").write_text(LOAD)
-        return sorted(item.name for item in folder.iterdir())
+        """Write `model.onnx`, `session.json`, an input set and `load.py`; see `base.Engine`."""
+        return save_engine(
+            folder, self._path, self._model, {"session.json": asdict(self._settings)}, LOAD
+        )
 
     def close(self) -> None:
         """Free the session."""
         self._session = None
 
 
-def copy_model(path: Path, folder: Path) -> None:
-    """Copy an ONNX file, and the weights beside it if it has any there, as `model.onnx`."""
-    import onnx
+def save_engine(
+    folder: Path, path: Path, model: Model, settings: Mapping[str, object], load: str
+) -> list[str]:
+    """Write what loading an engine takes.
 
-    data = onnx.load(str(path), load_external_data=False)
-    places = {
-        entry.value
-        for tensor in data.graph.initializer
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-    for place in places:
-        shutil.copyfile(path.parent / place, folder / place)
+    Args:
+        folder: Where to.
+        path: ONNX file, copied as `model.onnx`; weights that lie beside it keep their file's name,
+            by which it refers to them.
+        model: Prepared model, whose first input set becomes `input.npz`.
+        settings: Contents by name of the JSON file.
+        load: Text of `load.py`.
+
+    Returns:
+        Names of the files written.
+    """
+    weights = path.with_name(f"{path.name}.data")
+    if weights.is_file():
+        shutil.copyfile(weights, folder / weights.name)
     shutil.copyfile(path, folder / "model.onnx")
+    np.savez(folder / "input.npz", **model.selection()[0])  # type: ignore[arg-type]
+    for name, content in settings.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / "load.py").write_text(load, encoding="utf-8")
+    return sorted(["model.onnx", "input.npz", "load.py", *settings]) + (
+        [weights.name] if weights.is_file() else []
+    )
 
 
-#: What a user runs or copies from.
-LOAD = '''"""Load and run the tuned model: `python load.py`."""
+#: How a user loads the engine.
+LOAD = '''"""Load the tuned model and run it once: `python load.py`. Needs onnxruntime and numpy."""
 
 import json
-import pathlib
+from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 
-folder = pathlib.Path(__file__).resolve().parent
-chosen = json.loads((folder / "session.json").read_text())
+here = Path(__file__).resolve().parent
+
+# What the session was tuned with.
+settings = json.loads((here / "session.json").read_text())
 options = ort.SessionOptions()
-options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, chosen["level"])
-options.intra_op_num_threads = chosen["threads"]
-for name, value in chosen["entries"].items():
+options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, settings["level"])
+options.intra_op_num_threads = settings["threads"]
+options.inter_op_num_threads = 1
+for name, value in settings["entries"].items():
     options.add_session_config_entry(name, value)
+
+# The session itself: the optimizers that were switched off must stay so.
 session = ort.InferenceSession(
-    str(folder / "model.onnx"),
+    str(here / "model.onnx"),
     options,
     providers=["CPUExecutionProvider"],
-    disabled_optimizers=chosen["disabled_optimizers"],
+    disabled_optimizers=settings["disabled_optimizers"],
 )
 
-if __name__ == "__main__":
-    types = {"tensor(float)": "float32", "tensor(double)": "float64", "tensor(float16)": "float16"}
-    inputs = {
-        i.name: np.zeros(i.shape, types.get(i.type, i.type[7:-1])) for i in session.get_inputs()
-    }
-    for output, value in zip(session.get_outputs(), session.run(None, inputs)):
-        print(output.name, value.shape, value.dtype)
+# One inference, with an input set that the model was tuned on.
+outputs = session.run(None, dict(np.load(here / "input.npz")))
+for output, value in zip(session.get_outputs(), outputs):
+    print(output.name, value.shape, value.dtype)
 '''
-
-
-def engine(
-    path: Path, values: Mapping[str, str], threads: int, transform_seconds: float
-) -> OrtEngine:
-    """Build a session for a route; raises whatever the library raises."""
-    return OrtEngine(path, settings_of(values, threads), transform_seconds)
-
-
-def version() -> dict[str, str]:
-    """Version of the library."""
-    from importlib.metadata import version as installed
-
-    return {"onnxruntime": installed("onnxruntime")}
-
-
-def describe_error(error: Any) -> str:
-    """The library's words on one line."""
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,154 @@
+"""Replay of a route table: outcomes without hardware, as fast as memory.
+
+Owns the arrays that agents train on and evaluations walk. Replay happens at the level of outcomes,
+not of engines: what a table keeps of an engine is its figures, and a stand-in that pretends to run
+would add nothing to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routepilot.env.accuracy import Gate, regate
+from routepilot.env.outcomes import Measurement, Outcome
+from routepilot.env.records import ModelCard, RouteTable
+from routepilot.env.routes import Catalog, Route
+
+Floats = NDArray[np.float64]
+
+#: Loss given to what failed or gave no number: beyond any limit that makes sense.
+LOST = 10.0
+
+
+@dataclass(frozen=True, eq=False)
+class ModelReplay:
+    """One model of a table, as arrays over its recorded routes (the default not among them).
+
+    Attributes:
+        card: The model's card.
+        default: Outcome of the default route.
+        routes: Recorded routes.
+        outcomes: Their first outcomes, judged by the replay's gate.
+        log_speedup: Measured log speed-ups; NaN where nothing was timed.
+        noise: Standard deviation of each, from its interval.
+        loss: Loss in the gate's metric; `LOST` where the build failed or the output was invalid.
+        feasible: Whether the gate lets each pass.
+        build_seconds: Build and measure seconds of each.
+    """
+
+    card: ModelCard
+    default: Outcome
+    routes: tuple[Route, ...]
+    outcomes: tuple[Outcome, ...]
+    log_speedup: Floats
+    noise: Floats
+    loss: Floats
+    feasible: NDArray[np.bool_]
+    build_seconds: Floats
+
+    @cached_property
+    def index(self) -> dict[Route, int]:
+        """Place of each route in the arrays."""
+        return {route: place for place, route in enumerate(self.routes)}
+
+    @cached_property
+    def gain(self) -> Floats:
+        """Log speed-up of each route as an answer: 0 where it is not feasible or not faster."""
+        usable = np.where(self.feasible, np.nan_to_num(self.log_speedup, nan=0.0), 0.0)
+        return np.maximum(usable, 0.0)
+
+    @property
+    def oracle(self) -> float:
+        """Best recorded gain; 0 when the default route is best."""
+        return float(self.gain.max(initial=0.0))
+
+    def outcome(self, route: Route, rng: np.random.Generator | None = None) -> Outcome:
+        """The recorded outcome; with `rng`, its log speed-up is drawn anew within its noise."""
+        place = self.index[route]
+        outcome = self.outcomes[place]
+        measured = outcome.measurement
+        if rng is None or measured is None:
+            return outcome
+        drawn = measured.log_speedup + rng.normal(0.0, self.noise[place])
+        shift = drawn - measured.log_speedup
+        return replace(
+            outcome,
+            measurement=replace(
+                measured, log_speedup=drawn, low=measured.low + shift, high=measured.high + shift
+            ),
+        )
+
+
+class Replay:
+    """A route table judged by one gate.
+
+    Args:
+        table: The table.
+        gate: Accuracy gate, applied to the recorded losses.
+    """
+
+    def __init__(self, table: RouteTable, gate: Gate | None = None) -> None:
+        self.table = table
+        self.gate = gate or Gate()
+        self.models = tuple(self._model(card) for card in table.models)
+
+    @property
+    def catalog(self) -> Catalog:
+        """The table's catalog."""
+        return self.table.catalog
+
+    def __iter__(self) -> Iterator[ModelReplay]:
+        return iter(self.models)
+
+    def model(self, name: str) -> ModelReplay:
+        """The replay of a model by name or fingerprint.
+
+        Raises:
+            KeyError: It is not in the table.
+        """
+        for model in self.models:
+            if name in (model.card.name, model.card.fingerprint):
+                return model
+        raise KeyError(name)
+
+    def without_families(self, families: tuple[str, ...]) -> Replay:
+        """The replay with these families left out."""
+        return Replay(self.table.without_families(families), self.gate)
+
+    def only_families(self, families: tuple[str, ...]) -> Replay:
+        """The replay of these families alone."""
+        kept = [m.card.fingerprint for m in self.models if m.card.family in families]
+        return Replay(self.table.only(kept), self.gate)
+
+    def _model(self, card: ModelCard) -> ModelReplay:
+        recorded = self.table.outcomes[card.fingerprint]
+        default = next(o[0] for r, o in recorded.items() if r.is_default)
+        routes = tuple(route for route in recorded if not route.is_default)
+        outcomes = tuple(regate(recorded[route][0], self.gate) for route in routes)
+        measured = [o.measurement for o in outcomes]
+        return ModelReplay(
+            card,
+            default,
+            routes,
+            outcomes,
+            np.array([m.log_speedup if m else math.nan for m in measured]),
+            np.array([noise_of(m) if m else 0.0 for m in measured]),
+            np.array([self._loss(o) for o in outcomes]),
+            np.array([o.is_feasible for o in outcomes]),
+            np.array([o.build_seconds + o.measure_seconds for o in outcomes]),
+        )
+
+    def _loss(self, outcome: Outcome) -> float:
+        loss = outcome.losses.get(self.gate.metric, LOST)
+        return min(loss, LOST) if math.isfinite(loss) else LOST
+
+
+def noise_of(measured: Measurement) -> float:
+    """Standard deviation of a measured log speed-up: a quarter of its 95 % interval."""
+    return (measured.high - measured.low) / 4

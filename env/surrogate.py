@@ -1,0 +1,366 @@
+"""What is believed of a route before it is built: a two-way Gaussian process.
+
+Owns the beliefs. Learns from a route table; knows no agent and no environment. Two signals share
+one structure: log speed-up of whatever was timed, and log10 of the loss, so that the chance of
+passing the gate is known at any limit.
+
+The covariance of two (model, route) pairs is a product: how alike the models are, times how alike
+the routes are. Models are alike by a constant they all share, by their features, and by being the
+same (the multi-task kernel of Bonilla et al., NIPS 2007); routes by the knobs in which they
+differ. Nothing in it needs a route or a catalog to be in the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr
+
+from routepilot.env.backends.recorded import LOST, ModelReplay, Replay, noise_of
+from routepilot.env.outcomes import Outcome
+from routepilot.env.routes import Catalog, Route
+
+Floats = NDArray[np.float64]
+
+#: Log speed-ups beyond this are told apart no further: a disaster is a disaster.
+CLIP = 1.2
+
+#: Smallest loss told apart, log10.
+SMALLEST_LOSS = -7.0
+
+#: Standard deviation of a log10 loss beyond what inputs and rounding move it.
+LOSS_NOISE = 0.1
+
+#: Standard deviation of a log speed-up beyond what one session's interval shows.
+SPEED_NOISE = 0.02
+
+#: Knobs whose marks say that they change the engine as a whole.
+STRONG = frozenset({"engine", "precision"})
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Hyperparameters, in units of standardised signals.
+
+    Attributes:
+        shared: Variance of what all models share.
+        alike: Variance of what models of like features share.
+        own: Variance of what is a model's own.
+        width: Length scale of features, in root-mean-square standard deviations.
+        strong: Decay of likeness for each differing knob marked as strong.
+        weak: Decay for each other differing knob.
+    """
+
+    shared: float = 0.5
+    alike: float = 0.5
+    own: float = 0.35
+    width: float = 0.7
+    strong: float = 0.7
+    weak: float = 0.12
+
+
+def encode(catalog: Catalog, routes: Sequence[Route]) -> NDArray[np.int64]:
+    """Routes as value numbers, shape (routes, knobs); values the catalog lacks share one number."""
+    tables = [{v: i for i, v in enumerate(knob.all_values)} for knob in catalog.knobs]
+    rows = []
+    for route in routes:
+        values = route.values
+        rows.append(
+            [
+                table.get(values.get(knob.name, knob.default), -1)
+                for knob, table in zip(catalog.knobs, tables, strict=True)
+            ]
+        )
+    return np.array(rows, dtype=np.int64).reshape(len(routes), len(catalog.knobs))
+
+
+def route_likeness(
+    catalog: Catalog, a: NDArray[np.int64], b: NDArray[np.int64], kernel: Kernel
+) -> Floats:
+    """Likeness of routes in (0, 1], shape (len(a), len(b))."""
+    decay = np.array(
+        [kernel.strong if STRONG & set(k.marks) else kernel.weak for k in catalog.knobs]
+    )
+    distance = np.zeros((len(a), len(b)))
+    for knob, weight in enumerate(decay):
+        distance += weight * (a[:, knob, None] != b[None, :, knob])
+    return np.exp(-distance)
+
+
+@dataclass
+class Signal:
+    """One signal's belief over the candidate routes of a model.
+
+    Attributes:
+        mean: Expected value of each route.
+        cov: Covariance between routes.
+    """
+
+    mean: Floats
+    cov: Floats
+
+    def observe(self, place: int, value: float, noise: float) -> None:
+        """Condition on a measured value, exactly, in place."""
+        column = self.cov[place].copy()
+        scale = column[place] + noise * noise
+        self.mean += column * ((value - self.mean[place]) / scale)
+        self.cov -= column[:, None] * (column / scale)
+
+    @property
+    def sd(self) -> Floats:
+        """Standard deviation of each route."""
+        found: Floats = np.sqrt(np.maximum(self.cov.diagonal(), 1e-9))
+        return found
+
+    def copy(self) -> Signal:
+        """An independent copy."""
+        return Signal(self.mean.copy(), self.cov.copy())
+
+
+@dataclass
+class Belief:
+    """What is believed of the candidate routes of one model.
+
+    Attributes:
+        speed: Log speed-up over the default route.
+        loss: Log10 of the loss.
+        codes: The routes as value numbers (`encode`), shape (routes, knobs).
+        seconds: Expected seconds of building and measuring.
+        popularity: Mean gain of each route over the training models; 0 for unknown routes.
+        prior_sd: Standard deviations of the speed before any observation.
+    """
+
+    speed: Signal
+    loss: Signal
+    codes: NDArray[np.int64]
+    seconds: Floats
+    popularity: Floats
+    prior_sd: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prior_sd = self.speed.sd
+
+    def copy(self) -> Belief:
+        """An independent copy, for an episode."""
+        return Belief(
+            self.speed.copy(), self.loss.copy(), self.codes, self.seconds, self.popularity
+        )
+
+    def only(self, places: NDArray[np.int64]) -> Belief:
+        """An independent belief about some of the routes."""
+        grid = np.ix_(places, places)
+        return Belief(
+            Signal(self.speed.mean[places], self.speed.cov[grid]),
+            Signal(self.loss.mean[places], self.loss.cov[grid]),
+            self.codes[places],
+            self.seconds[places],
+            self.popularity[places],
+        )
+
+    def observe(self, place: int, outcome: Outcome, loss: float) -> None:
+        """Condition on an outcome.
+
+        Args:
+            place: Index of the route.
+            outcome: What came of it.
+            loss: Its loss in the gate's metric, `LOST` where there is none.
+        """
+        measured = outcome.measurement
+        if measured is not None:
+            noise = math.hypot(noise_of(measured), SPEED_NOISE)
+            self.speed.observe(place, float(np.clip(measured.log_speedup, -CLIP, CLIP)), noise)
+        self.loss.observe(place, log_loss(loss), LOSS_NOISE)
+
+    def p_feasible(self, tolerance: float) -> Floats:
+        """Chance of each route to pass a limit."""
+        found: Floats = ndtr((math.log10(tolerance) - self.loss.mean) / self.loss.sd)
+        return found
+
+    def expected_improvement(self, best: float) -> Floats:
+        """Expected gain of each route over `best`, were it feasible."""
+        sd = self.speed.sd
+        z = (self.speed.mean - best) / sd
+        found: Floats = sd * (z * ndtr(z) + np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi))
+        return found
+
+
+def log_loss(loss: float) -> float:
+    """Log10 of a loss, within what is told apart."""
+    return max(math.log10(max(min(loss, LOST), 1e-12)), SMALLEST_LOSS)
+
+
+class Surrogate:
+    """The process, conditioned on a table.
+
+    Args:
+        replay: Training models.
+        kernel: Hyperparameters.
+    """
+
+    def __init__(self, replay: Replay, kernel: Kernel | None = None) -> None:
+        self.kernel = kernel or Kernel()
+        self.catalog = replay.catalog
+        self.gate = replay.gate
+        self.models = replay.models
+        features = np.array([m.card.features for m in self.models], dtype=float)
+        self._centre = features.mean(axis=0) if len(features) else np.zeros(0)
+        spread = features.std(axis=0) if len(features) else np.zeros(0)
+        self._spread = np.where(spread > 1e-6, spread, np.inf)
+        self._features = self._standard(features)
+        self._codes = [encode(self.catalog, m.routes) for m in self.models]
+        self._speed = self._condition(
+            [np.clip(m.log_speedup, -CLIP, CLIP) for m in self.models],
+            [np.hypot(m.noise, SPEED_NOISE) for m in self.models],
+        )
+        self._loss = self._condition(
+            [np.array([log_loss(x) for x in m.loss]) for m in self.models],
+            [np.full(len(m.routes), LOSS_NOISE) for m in self.models],
+        )
+
+    def belief(self, features: Sequence[float] | None, routes: Sequence[Route]) -> Belief:
+        """The belief about candidate routes of a new model.
+
+        Args:
+            features: Its features; None knows only what all models share.
+            routes: Candidate routes, of the table or not.
+        """
+        codes = encode(self.catalog, routes)
+        likeness = self._likeness(features)
+        speed = self._speed.posterior(self, likeness, codes)
+        loss = self._loss.posterior(self, likeness, codes)
+        seconds, popularity = self._averages
+        mean_seconds = float(np.mean(list(seconds.values()))) if seconds else 1.0
+        return Belief(
+            speed,
+            loss,
+            codes,
+            np.array([seconds.get(r, mean_seconds) for r in routes]),
+            np.array([popularity.get(r, 0.0) for r in routes]),
+        )
+
+    @cached_property
+    def _averages(self) -> tuple[dict[Route, float], dict[Route, float]]:
+        seconds: dict[Route, list[float]] = {}
+        gains: dict[Route, list[float]] = {}
+        for model in self.models:
+            for place, route in enumerate(model.routes):
+                seconds.setdefault(route, []).append(float(model.build_seconds[place]))
+                gains.setdefault(route, []).append(float(model.gain[place]))
+        return (
+            {route: float(np.mean(values)) for route, values in seconds.items()},
+            {route: float(np.mean(values)) for route, values in gains.items()},
+        )
+
+    def nearest(self, features: Sequence[float], count: int = 3) -> list[tuple[str, float]]:
+        """Training models that speak most for a new one: name and likeness."""
+        likeness = self._feature_kernel(self._standard(np.array([features]))[0])
+        order = np.argsort(-likeness)[:count]
+        return [(self.models[i].card.name, float(likeness[i])) for i in order]
+
+    def _standard(self, features: Floats) -> Floats:
+        return np.clip((features - self._centre) / self._spread, -3, 3)
+
+    def _feature_kernel(self, one: Floats) -> Floats:
+        distance = np.mean((self._features - one) ** 2, axis=1)
+        return np.asarray(np.exp(-distance / (2 * self.kernel.width**2)))
+
+    def _likeness(self, features: Sequence[float] | None) -> Floats:
+        """Covariance of a new model with each training model."""
+        shared = np.full(len(self.models), self.kernel.shared)
+        if features is None:
+            return shared
+        one = self._standard(np.array([features], dtype=float))[0]
+        return shared + self.kernel.alike * self._feature_kernel(one)
+
+    def _condition(self, values: list[Floats], noises: list[Floats]) -> _Conditioned:
+        kernel = self.kernel
+        kept = [np.flatnonzero(~np.isnan(v)) for v in values]
+        known = [v[k] for v, k in zip(values, kept, strict=True)]
+        flat = np.concatenate(known) if known else np.zeros(0)
+        centre = float(flat.mean()) if len(flat) else 0.0
+        scale = float(flat.std()) if len(flat) > 1 and flat.std() > 1e-6 else 1.0
+        codes = [c[k] for c, k in zip(self._codes, kept, strict=True)]
+        sizes = [len(k) for k in kept]
+        all_codes = np.concatenate(codes) if codes else np.zeros((0, len(self.catalog.knobs)), int)
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+        between = kernel.shared + kernel.alike * np.array(
+            [self._feature_kernel(f) for f in self._features]
+        ).reshape(len(sizes), len(sizes))
+        between += kernel.own * np.eye(len(sizes))
+        cov = between[np.ix_(owner, owner)] * route_likeness(
+            self.catalog, all_codes, all_codes, kernel
+        )
+        noise = np.concatenate([n[k] for n, k in zip(noises, kept, strict=True)]) / scale
+        cov[np.diag_indices_from(cov)] += noise**2 + 1e-6
+        return _Conditioned(all_codes, owner, (flat - centre) / scale, cov, centre, scale)
+
+
+class _Conditioned:
+    """One signal's training data, factorised once."""
+
+    def __init__(
+        self,
+        codes: NDArray[np.int64],
+        owner: NDArray[np.int64],
+        values: Floats,
+        cov: Floats,
+        centre: float,
+        scale: float,
+    ) -> None:
+        from scipy.linalg import cho_factor, cho_solve
+
+        self._codes, self._owner, self._centre, self._scale = codes, owner, centre, scale
+        self._empty = len(values) == 0
+        if not self._empty:
+            self._factor = cho_factor(cov, lower=True, overwrite_a=True)
+            self._weights = cho_solve(self._factor, values)
+
+    def posterior(self, surrogate: Surrogate, likeness: Floats, codes: NDArray[np.int64]) -> Signal:
+        """Mean and covariance over candidate routes of a model with this likeness."""
+        from scipy.linalg import solve_triangular
+
+        kernel = surrogate.kernel
+        own = kernel.shared + kernel.alike + kernel.own
+        prior = own * route_likeness(surrogate.catalog, codes, codes, kernel)
+        if self._empty:
+            return Signal(np.full(len(codes), self._centre), self._scale**2 * prior)
+        cross = likeness[self._owner][:, None] * route_likeness(
+            surrogate.catalog, self._codes, codes, kernel
+        )
+        half = solve_triangular(self._factor[0], cross, lower=True)
+        mean = cross.T @ self._weights
+        cov = prior - half.T @ half
+        return Signal(self._centre + self._scale * mean, self._scale**2 * cov)
+
+
+def leave_family_out(replay: Replay, kernel: Kernel | None = None) -> dict[str, Surrogate]:
+    """Surrogates that never saw one family each, by that family."""
+    return {
+        family: Surrogate(replay.without_families((family,)), kernel)
+        for family in replay.table.families
+    }
+
+
+def greedy_share(
+    models: Sequence[ModelReplay], surrogates: dict[str, Surrogate], builds: int
+) -> float:
+    """Mean share of the oracle's gain that greedy expected improvement reaches, family unseen."""
+    found, best_possible = 0.0, 0.0
+    for model in models:
+        surrogate = surrogates[model.card.family]
+        belief = surrogate.belief(model.card.features, model.routes)
+        best, tried = 0.0, np.zeros(len(model.routes), bool)
+        for _ in range(min(builds, len(model.routes))):
+            score = belief.p_feasible(surrogate.gate.limit) * belief.expected_improvement(best)
+            place = int(np.argmax(np.where(tried, -1.0, score)))
+            tried[place] = True
+            best = max(best, float(model.gain[place]))
+            belief.observe(place, model.outcomes[place], float(model.loss[place]))
+        found += best
+        best_possible += model.oracle
+    return found / max(best_possible, 1e-9)

@@ -1,0 +1,231 @@
+"""`evaluate`: the protocol. Every agent on every recorded model, its family unseen, equal builds.
+
+Owns the replayed comparison and its statistics: share of the oracle's gain against builds, builds
+to 95 % of it, intervals bootstrapped over models and seeds. Measures nothing live.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routepilot.agents import NEEDS_TABLE, make_factory
+from routepilot.agents.base import AgentFactory, Problem, search
+from routepilot.env.accuracy import Gate
+from routepilot.env.backends.recorded import ModelReplay, Replay
+from routepilot.env.outcomes import Outcome
+from routepilot.env.records import RouteTable
+from routepilot.env.routes import Route
+from routepilot.training.manifest import manifest
+from routepilot.training.session import Say, silent
+
+Floats = NDArray[np.float64]
+
+#: Builds at which agents are compared.
+BUDGETS = (1, 2, 4, 8, 16)
+
+#: Agents evaluated when none are named; `ppo` is added when policies are given.
+DEFAULT_AGENTS = (
+    "fast",
+    "mixed",
+    "random",
+    "tpe",
+    "gp",
+    "best-on-average",
+    "knn",
+    "coreset",
+    "two-way-gp",
+)
+
+#: Bootstrap draws behind an interval.
+DRAWS = 2000
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One agent on one model with one seed.
+
+    Attributes:
+        gains: Best gain after each build, shape (max(BUDGETS),); a stop repeats the last.
+        builds: Builds used before it stopped.
+        oracle: Best recorded gain of the model.
+    """
+
+    gains: Floats
+    builds: int
+    oracle: float
+
+    @property
+    def builds_to_95(self) -> float:
+        """Builds to 95 % of the oracle's gain; infinity when it never got there."""
+        reached = np.flatnonzero(self.gains >= 0.95 * self.oracle)
+        if self.oracle <= 0:
+            return 0.0
+        return float(reached[0] + 1) if len(reached) else math.inf
+
+
+def trace(factory: AgentFactory, replay: Replay, model: ModelReplay, seed: int) -> Trace:
+    """Let an agent tune one recorded model."""
+    problem = Problem(
+        replay.catalog,
+        model.card.features,
+        model.routes,
+        max(BUDGETS),
+        seed,
+        replay.gate.limit,
+    )
+
+    def evaluate_route(route: Route) -> Outcome:
+        return model.default if route.is_default else model.outcome(route)
+
+    outcomes = search(factory(problem), evaluate_route, max(BUDGETS))
+    gains = np.zeros(max(BUDGETS))
+    best = 0.0
+    for build in range(max(BUDGETS)):
+        if build < len(outcomes):
+            outcome = outcomes[build]
+            best = max(best, outcome.log_speedup) if outcome.is_feasible else best
+        gains[build] = best
+    return Trace(gains, len(outcomes), model.oracle)
+
+
+def traces(
+    replay: Replay,
+    agents: Sequence[str],
+    seeds: Sequence[int],
+    policies: Mapping[str, Path] | None = None,
+    say: Say = silent,
+) -> dict[str, dict[str, list[Trace]]]:
+    """All traces: agent -> model -> one a seed.
+
+    Args:
+        replay: The table, judged by one gate.
+        agents: Agent names.
+        seeds: Search seeds.
+        policies: For `ppo`: family -> policy that never saw it.
+        say: Hears one line a family.
+    """
+    found: dict[str, dict[str, list[Trace]]] = {name: {} for name in agents}
+    for family in replay.table.families:
+        known = replay.without_families((family,))
+        say(f"family {family}")
+        for name in agents:
+            factory = _factory(name, known, (policies or {}).get(family))
+            for model in replay.only_families((family,)):
+                found[name][model.card.name] = [
+                    trace(factory, replay, model, seed) for seed in seeds
+                ]
+    return found
+
+
+def _factory(name: str, known: Replay, policy: Path | None) -> AgentFactory:
+    if name == "ppo" and policy is not None:
+        from routepilot.agents.policy import load_policy
+
+        return make_factory(name, policy=load_policy(policy))
+    return make_factory(name, replay=known if name in NEEDS_TABLE else None)
+
+
+def summarise(found: Mapping[str, Sequence[Trace]], seed: int = 0) -> dict[str, Any]:
+    """Figures of one agent with 95 % intervals, bootstrapped over models, then over seeds.
+
+    Args:
+        found: Model -> traces.
+        seed: Seed of the bootstrap.
+    """
+    models = list(found.values())
+    rng = np.random.default_rng(seed)
+    shares: dict[str, float] = {}
+    low: dict[str, float] = {}
+    high: dict[str, float] = {}
+    for budget in BUDGETS:
+        gains = np.array([[t.gains[budget - 1] for t in m] for m in models])
+        oracle = np.array([m[0].oracle for m in models])
+        drawn = _bootstrap(gains, oracle, rng)
+        shares[str(budget)] = float(gains.mean(axis=1).sum() / max(oracle.sum(), 1e-9))
+        low[str(budget)], high[str(budget)] = (float(q) for q in np.quantile(drawn, (0.025, 0.975)))
+    to_95 = np.array([min(t.builds_to_95, max(BUDGETS) + 1) for m in models for t in m])
+    return {
+        "gain_share": shares,
+        "gain_share_low": low,
+        "gain_share_high": high,
+        "builds_to_95": float(to_95.mean()),
+        "builds_to_95_low": float(np.quantile(_means(to_95, rng), 0.025)),
+        "builds_to_95_high": float(np.quantile(_means(to_95, rng), 0.975)),
+        "reached_95": float((to_95 <= max(BUDGETS)).mean()),
+        "regressions": sum(bool((t.gains < 0).any()) for m in models for t in m),
+        "stop_builds": float(np.mean([t.builds for m in models for t in m])),
+    }
+
+
+def _bootstrap(gains: Floats, oracle: Floats, rng: np.random.Generator) -> Floats:
+    """Shares of redrawn models and seeds."""
+    models, seeds = gains.shape
+    drawn = np.zeros(DRAWS)
+    for i in range(DRAWS):
+        rows = rng.integers(models, size=models)
+        columns = rng.integers(seeds, size=(models, seeds))
+        picked = gains[rows[:, None], columns].mean(axis=1)
+        drawn[i] = picked.sum() / max(oracle[rows].sum(), 1e-9)
+    return drawn
+
+
+def _means(values: Floats, rng: np.random.Generator) -> Floats:
+    picked: Floats = values[rng.integers(len(values), size=(DRAWS, len(values)))].mean(axis=1)
+    return picked
+
+
+def evaluate(
+    table: RouteTable,
+    agents: Sequence[str],
+    *,
+    tolerance: float = 1e-2,
+    seeds: int = 3,
+    seed: int = 0,
+    policies: Mapping[str, Path] | None = None,
+    name: str = "",
+    say: Say = silent,
+) -> dict[str, Any]:
+    """The protocol on one table, leave-one-family-out.
+
+    Args:
+        table: Route table.
+        agents: Agent names.
+        tolerance: Limit on the relative L2 error.
+        seeds: Search seeds a model.
+        seed: First seed, and the bootstrap's.
+        policies: For `ppo`: family -> policy that never saw it.
+        name: Name of the table for the result.
+        say: Hears progress.
+    """
+    replay = Replay(table, Gate(limit=tolerance))
+    found = traces(replay, agents, range(seed, seed + seeds), policies, say)
+    return {
+        "table": name,
+        "split": "leave one family out",
+        "tolerance": tolerance,
+        "models": [
+            {
+                "name": m.card.name,
+                "family": m.card.family,
+                "trained": m.card.trained,
+                "oracle_speedup": math.exp(m.oracle),
+                "share_after_2": {
+                    agent: float(np.mean([t.gains[1] for t in found[agent][m.card.name]]))
+                    / m.oracle
+                    if m.oracle > 0
+                    else 1.0
+                    for agent in agents
+                },
+            }
+            for m in replay
+        ],
+        "agents": {agent: summarise(found[agent], seed) for agent in agents},
+        "manifest": manifest(seeds=seeds, seed=seed),
+    }
