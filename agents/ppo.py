@@ -62,7 +62,7 @@ class RowNetwork(nn.Module):
         return torch.where(mask > 0, logits, MASKED), self.value(pooled)
 
 
-class RowPolicy(ActorCriticPolicy):  # type: ignore[misc]
+class RowPolicy(ActorCriticPolicy):
     """Stable-Baselines3's actor-critic over `RowNetwork`; the mask comes with the observation."""
 
     def __init__(
@@ -74,43 +74,40 @@ class RowPolicy(ActorCriticPolicy):  # type: ignore[misc]
     ) -> None:
         super().__init__(observation_space, action_space, lr_schedule, **options)
         # The base class makes networks of its own; this policy has one, and its optimiser.
-        self.features_extractor = self.pi_features_extractor = self.vf_features_extractor = None
-        self.mlp_extractor = self.action_net = self.value_net = None
+        for unused in ("mlp_extractor", "action_net", "value_net"):
+            delattr(self, unused)
         self.net = RowNetwork()
-        self.optimizer = self.optimizer_class(
+        self.optimizer = torch.optim.Adam(
             self.net.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs
         )
 
-    def _judge(self, obs: dict[str, Tensor]) -> tuple[CategoricalDistribution, Tensor]:
+    def _judge(self, obs: Any) -> tuple[CategoricalDistribution, Tensor]:
         logits, values = self.net(
             obs["candidates"].float(), obs["context"].float(), obs["mask"].float()
         )
+        assert isinstance(self.action_dist, CategoricalDistribution)
         return self.action_dist.proba_distribution(action_logits=logits), values
 
-    def forward(
-        self, obs: dict[str, Tensor], deterministic: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, obs: Any, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Actions, values and log probabilities."""
         distribution, values = self._judge(obs)
         actions = distribution.get_actions(deterministic=deterministic)
         return actions, values, distribution.log_prob(actions)
 
-    def evaluate_actions(
-        self, obs: dict[str, Tensor], actions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def evaluate_actions(self, obs: Any, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Values, log probabilities and entropies of given actions."""
         distribution, values = self._judge(obs)
         return values, distribution.log_prob(actions), distribution.entropy()
 
-    def get_distribution(self, obs: dict[str, Tensor]) -> CategoricalDistribution:
+    def get_distribution(self, obs: Any) -> CategoricalDistribution:
         """Distribution over actions."""
         return self._judge(obs)[0]
 
-    def predict_values(self, obs: dict[str, Tensor]) -> Tensor:
+    def predict_values(self, obs: Any) -> Tensor:
         """Values alone."""
         return self._judge(obs)[1]
 
-    def _predict(self, observation: dict[str, Tensor], deterministic: bool = False) -> Tensor:
+    def _predict(self, observation: Any, deterministic: bool = False) -> Tensor:
         actions: Tensor = self._judge(observation)[0].get_actions(deterministic=deterministic)
         return actions
 
@@ -157,14 +154,16 @@ def imitate(
     last = 0.0
     for _ in range(epochs):
         last = 0.0
-        for places in torch.randperm(len(wanted), generator=generator).split(batch):
+        order = torch.randperm(len(wanted), generator=generator)
+        for start in range(0, len(order), batch):
+            places = order[start : start + batch]
             logits, value = net(
                 stacked["candidates"][places], stacked["context"][places], stacked["mask"][places]
             )
             entropy = -(wanted[places] * F.log_softmax(logits, -1)).sum(-1).mean()
             loss = entropy + F.mse_loss(value[:, 0], returns[places])
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             last += float(entropy.detach()) * len(places) / len(wanted)
     return last

@@ -89,7 +89,8 @@ class GainTable:
 
     def standard(self, features: Floats) -> Floats:
         """Features in standard deviations, clipped at 3."""
-        return np.clip((features - self._centre) / self._spread, -3, 3)
+        found: Floats = np.clip((features - self._centre) / self._spread, -3, 3)
+        return found
 
     def ranked(self, score: Floats) -> list[Route]:
         """Routes by falling score; ties by their order in the table."""

@@ -226,20 +226,9 @@ class Facts:
 
 def count(graph: onnx.GraphProto) -> Facts:
     """Walk the graph once and count."""
-    from onnx import numpy_helper
-
     facts = Facts()
-    arrays: dict[str, Any] = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
-    for node in graph.node:
-        if node.op_type == "Constant":
-            for attribute in node.attribute:
-                if attribute.name == "value":
-                    arrays[node.output[0]] = numpy_helper.to_array(attribute.t)
-    facts.shapes = {name: array.shape for name, array in arrays.items()}
-    for value in (*graph.input, *graph.output, *graph.value_info):
-        dims = value.type.tensor_type.shape.dim
-        if value.type.tensor_type.HasField("shape") and all(d.HasField("dim_value") for d in dims):
-            facts.shapes[value.name] = tuple(d.dim_value for d in dims)
+    arrays = _arrays(graph)
+    facts.shapes = _shapes(graph, arrays)
     for array in arrays.values():
         if array.ndim > 0 and array.size > 1:
             facts.weight_bits[array.dtype.name] += array.size
@@ -255,12 +244,38 @@ def count(graph: onnx.GraphProto) -> Facts:
         facts.work.append(work)
         array = next((arrays[n] for n in node.input[1:2] if n in arrays), None)
         if work.kind and array is not None and array.ndim >= 2 and array.dtype.kind == "f":
-            axis = _CHANNEL_AXES.get(node.op_type)
-            if node.op_type == "Gemm" and _attribute(node, "transB", 0):
-                axis = 0
+            axis = _channel_axis(node)
             if axis is not None:
                 facts.weights.append((array.astype(np.float64), axis, work.flops))
     return facts
+
+
+def _arrays(graph: onnx.GraphProto) -> dict[str, Any]:
+    """Weights by name, those in Constant nodes included."""
+    from onnx import numpy_helper
+
+    arrays: dict[str, Any] = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
+    for node in graph.node:
+        for attribute in node.attribute if node.op_type == "Constant" else ():
+            if attribute.name == "value":
+                arrays[node.output[0]] = numpy_helper.to_array(attribute.t)
+    return arrays
+
+
+def _shapes(graph: onnx.GraphProto, arrays: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Fully known shapes by tensor name."""
+    shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        dims = value.type.tensor_type.shape.dim
+        if value.type.tensor_type.HasField("shape") and all(d.HasField("dim_value") for d in dims):
+            shapes[value.name] = tuple(d.dim_value for d in dims)
+    return shapes
+
+
+def _channel_axis(node: onnx.NodeProto) -> int | None:
+    if node.op_type == "Gemm" and _attribute(node, "transB", 0):
+        return 0
+    return _CHANNEL_AXES.get(node.op_type)
 
 
 def _constants(graph: onnx.GraphProto, arrays: dict[str, Any]) -> set[str]:
@@ -395,7 +410,7 @@ def _sizes(graph: onnx.GraphProto, facts: Facts) -> dict[str, float]:
         "dilated": weighted(float(w.dilated) for w in heavy),
         "strided": weighted(float(w.strided) for w in heavy),
         "large_kernel": weighted(float(w.kernel >= 5) for w in heavy),
-        "attention": math.log10(1 + _attentions(graph, facts)),
+        "attention": math.log10(1 + _attentions(graph)),
         "integer_input": sum(
             v.type.tensor_type.elem_type not in (1, 10, 11, 16) for v in graph.input
         )
@@ -415,11 +430,10 @@ def _depth(graph: onnx.GraphProto) -> int:
     return max(depth.values(), default=1)
 
 
-def _attentions(graph: onnx.GraphProto, facts: Facts) -> int:
+def _attentions(graph: onnx.GraphProto) -> int:
     """Softmaxes whose result goes into a product of two activations."""
     weights = {tensor.name for tensor in graph.initializer}
     normalised = {n.output[0] for n in graph.node if n.op_type == "Softmax"}
-    del facts
     return sum(
         node.op_type == "MatMul" and node.input[0] in normalised and node.input[1] not in weights
         for node in graph.node

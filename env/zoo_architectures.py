@@ -105,7 +105,8 @@ class _Gate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scale = x.mean((2, 3), keepdim=True)
-        return x * F.hardsigmoid(self.wide(F.relu(self.narrow(scale))))
+        out: Tensor = x * F.hardsigmoid(self.wide(F.relu(self.narrow(scale))))
+        return out
 
 
 class _Inverted(nn.Module):
@@ -190,7 +191,8 @@ class _ConvNextBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.spread(x).permute(0, 2, 3, 1))
         y = self.down(F.gelu(self.up(y))).permute(0, 3, 1, 2)
-        return x + y
+        out: Tensor = x + y
+        return out
 
 
 def convnext() -> nn.Module:
@@ -256,7 +258,8 @@ class _Block(nn.Module):
             y: Tensor = self.two(x + self.mlp(x))
             return y
         x = x + self.attention(self.one(x))
-        return x + self.mlp(self.two(x))
+        out: Tensor = x + self.mlp(self.two(x))
+        return out
 
 
 class _Vit(nn.Module):
@@ -305,7 +308,8 @@ class _LlamaBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self._norm(x, self.one))
         y = self._norm(x, self.two)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        out: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return out
 
 
 class _Gpt(nn.Module):
@@ -344,7 +348,8 @@ class _MixerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.across(self.one(x).transpose(1, 2)).transpose(1, 2)
-        return x + self.along(self.two(x))
+        out: Tensor = x + self.along(self.two(x))
+        return out
 
 
 class _Mixer(nn.Module):
@@ -399,6 +404,7 @@ class _Dlrm(nn.Module):
             nn.Linear(110, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 1)
         )
         rows, columns = torch.tril_indices(13, 13, -1)
+        self.pairs: Tensor
         self.register_buffer("pairs", rows * 13 + columns)
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:

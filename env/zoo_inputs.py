@@ -42,7 +42,8 @@ def image(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
         y, x = rng.integers(0, max(height // 2, 1)), rng.integers(0, max(width // 2, 1))
         tall, wide = rng.integers(4, height // 2 + 5), rng.integers(4, width // 2 + 5)
         picture[..., y : y + tall, x : x + wide] += rng.normal(0, 1)
-    return np.clip(picture, -2.5, 2.5).astype(np.float32)
+    found: Floats = np.clip(picture, -2.5, 2.5).astype(np.float32)
+    return found
 
 
 def text_line(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
@@ -61,7 +62,8 @@ def text_line(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
                 at = int(rng.integers(top, bottom - 2))
                 page[at : at + 3, x : x + wide] = -0.8
         x += wide + int(rng.integers(2, 6))
-    return np.broadcast_to(np.clip(page, -1, 1), shape).astype(np.float32).copy()
+    found: Floats = np.broadcast_to(np.clip(page, -1, 1), shape).astype(np.float32)
+    return found
 
 
 def text_page(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
@@ -70,7 +72,8 @@ def text_page(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
     page = 0.3 * image(rng, (height, width)) + 0.5
     for line in range(20, height - 40, 60):
         page[line : line + 32] = text_line(rng, (32, width))
-    return np.broadcast_to(page, shape).astype(np.float32).copy()
+    found: Floats = np.broadcast_to(page, shape).astype(np.float32)
+    return found
 
 
 def pixels(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
@@ -89,7 +92,9 @@ def speech(rng: np.random.Generator, samples: int) -> Floats:
         distance = np.min(np.abs(formants[:, None] - harmonic * pitch[None]), axis=0)
         voice += np.exp(-distance / 250) * np.sin(harmonic * phase) / harmonic**0.5
     syllables = np.clip(np.sin(2 * np.pi * rng.uniform(2, 4) * t + rng.uniform(0, 6)), 0, None)
-    return (0.15 * voice * syllables + 0.005 * rng.standard_normal(samples)).astype(np.float32)
+    noise = 0.005 * rng.standard_normal(samples)
+    found: Floats = (0.15 * voice * syllables + noise).astype(np.float32)
+    return found
 
 
 def waveform(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
@@ -116,7 +121,8 @@ def scaled_spectrum(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
     """Decibels below the loudest bin, 80 of them mapped to -1..1, as quality models take them."""
     decibels = 10 * spectrum(rng, shape)
     decibels -= decibels.max(axis=(-2, -1), keepdims=True)
-    return np.clip((decibels + 40) / 40, -1, 1).astype(np.float32)
+    found: Floats = np.clip((decibels + 40) / 40, -1, 1).astype(np.float32)
+    return found
 
 
 def features(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
@@ -153,7 +159,8 @@ def file_bytes(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.i
     piece = np.frombuffer(content[start : start + size], np.uint8).astype(np.int32)
     padded = np.full(size, 256, np.int32)
     padded[: len(piece)] = piece
-    return np.broadcast_to(padded, shape).copy()
+    found: NDArray[np.int32] = np.broadcast_to(padded, shape).copy()
+    return found
 
 
 def tokens(limit: int) -> Callable[[np.random.Generator, tuple[int, ...]], NDArray[np.int64]]:

@@ -30,7 +30,8 @@ def spread(values: list[float], unit: str) -> str:
 
 def help_seconds() -> str:
     """Start of `routepilot --help`, beside a bare interpreter in pairs."""
-    ours, bare = [], []
+    ours: list[float] = []
+    bare: list[float] = []
     for _ in range(REPEATS + 1):
         for command, times in (
             ([sys.executable, "-m", "routepilot", "--help"], ours),

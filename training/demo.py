@@ -7,6 +7,7 @@ for a real model of that family with live builds, next to the default, the sweep
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from routepilot.env import zoo
@@ -98,7 +99,7 @@ def run_demo(out: Path, *, max_builds: int = 6, seed: int = 0, as_json: bool = F
     console.out.print(f"written to {folder}: report.html, result.json, model/", markup=False)
 
 
-def verdict(rows: dict[str, AgentResult], seconds: float) -> str:
+def verdict(rows: Mapping[str, AgentResult], seconds: float) -> str:
     """What happened, in two sentences that hold whoever won."""
     ppo = rows["ppo"]
     value, low, high = ppo.confirmed.speedup

@@ -150,7 +150,8 @@ def summarise(found: Mapping[str, Sequence[Trace]], seed: int = 0) -> dict[str, 
         drawn = _bootstrap(gains, oracle, rng)
         shares[str(budget)] = float(gains.mean(axis=1).sum() / max(oracle.sum(), 1e-9))
         low[str(budget)], high[str(budget)] = (float(q) for q in np.quantile(drawn, (0.025, 0.975)))
-    to_95 = np.array([min(t.builds_to_95, max(BUDGETS) + 1) for m in models for t in m])
+    late = max(BUDGETS) + 1
+    to_95 = np.array([min(t.builds_to_95, late) for m in models for t in m], dtype=np.float64)
     return {
         "gain_share": shares,
         "gain_share_low": low,
@@ -166,18 +167,19 @@ def summarise(found: Mapping[str, Sequence[Trace]], seed: int = 0) -> dict[str, 
 
 def _bootstrap(gains: Floats, oracle: Floats, rng: np.random.Generator) -> Floats:
     """Shares of redrawn models and seeds."""
-    models, seeds = gains.shape
+    models, seeds = len(gains), len(gains[0])
     drawn = np.zeros(DRAWS)
     for i in range(DRAWS):
-        rows = rng.integers(models, size=models)
+        rows = rng.integers(models, size=(models, 1))
         columns = rng.integers(seeds, size=(models, seeds))
-        picked = gains[rows[:, None], columns].mean(axis=1)
-        drawn[i] = picked.sum() / max(oracle[rows].sum(), 1e-9)
+        picked = gains[rows, columns].mean(axis=1)
+        drawn[i] = picked.sum() / max(float(oracle[rows].sum()), 1e-9)
     return drawn
 
 
 def _means(values: Floats, rng: np.random.Generator) -> Floats:
-    picked: Floats = values[rng.integers(len(values), size=(DRAWS, len(values)))].mean(axis=1)
+    places = rng.integers(len(values), size=(DRAWS, len(values)))
+    picked: Floats = np.take(values, places).mean(axis=1)
     return picked
 
 

@@ -39,7 +39,7 @@ def prepare_model(
         InputError: Anything that cannot be used.
     """
     if text.startswith("zoo:"):
-        from routepilot.env import zoo
+        import routepilot.env.zoo as zoo
 
         if shapes or inputs:
             raise InputError(

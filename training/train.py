@@ -321,7 +321,7 @@ def _improve(model: Any, best: _Best, config: TrainConfig, start: float, say: Sa
     """Run PPO, keeping the best weights; returns why it ended early, if it did."""
     from stable_baselines3.common.callbacks import BaseCallback
 
-    class Watch(BaseCallback):  # type: ignore[misc]
+    class Watch(BaseCallback):
         """Scores the policy now and then, and ends training in time."""
 
         def __init__(self) -> None:
