@@ -122,6 +122,9 @@ def collect(
     threads: ThreadsOpt = 1,
     routes: Annotated[int, typer.Option(help="Routes a model, common to all.")] = 96,
     controls: Annotated[int, typer.Option(help="Rebuilds of the default a model.")] = 3,
+    recheck: Annotated[
+        int, typer.Option(help="So many of a model's fastest routes are built and timed again.")
+    ] = 8,
     workers: Annotated[
         int, typer.Option(help="Models measured at once, each pinned to a core of its own.")
     ] = 1,
@@ -179,7 +182,7 @@ def collect(
                 config,
                 plan,
                 out.parent / f"{out.stem}-work",
-                controls=controls,
+                repeats=collecting.Repeats(controls, recheck),
                 cores=tuple(range(workers)) if threads == 1 else (),
                 on_progress=hear,
                 should_stop=stop.is_set,
@@ -192,7 +195,7 @@ def collect(
         store,
         compiler.target().key,
         [entry.model.fingerprint for entry in corpus],
-        {"seed": seed, "routes": len(plan), "controls": controls},
+        {"seed": seed, "routes": len(plan), "controls": controls, "recheck": recheck},
     )
     save_table(table, out)
     if json:

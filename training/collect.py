@@ -11,11 +11,11 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from routepilot.env.accuracy import Gate
+from routepilot.env.accuracy import Gate, regate
 from routepilot.env.errors import RoutePilotError
 from routepilot.env.models import Model
 from routepilot.env.outcomes import Outcome
@@ -37,6 +37,22 @@ class CorpusModel:
     model: Model
     family: str
     trained: bool
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """What is built and timed more than once.
+
+    Attributes:
+        controls: Rebuilds of the default route, each timed against the first.
+        best: How many of a model's fastest routes, at each of `limits`, are built once more: the
+            fastest of many noisy figures is the luckiest, and a second one is not.
+        limits: Accuracy limits for `best`.
+    """
+
+    controls: int = 3
+    best: int = 0
+    limits: tuple[float, ...] = (1e-2, 3e-2)
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,7 @@ def collect(
     routes: Sequence[Route],
     workdir: Path,
     *,
-    controls: int = 3,
+    repeats: Repeats = Repeats(),
     cores: Sequence[int] = (0,),
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -114,7 +130,7 @@ def collect(
         config: Session settings; the gate is replaced by `COLLECT_GATE`.
         routes: Routes common to all models.
         workdir: Folder for transforms and logs.
-        controls: How often the default route is built and timed again, as a control.
+        repeats: What is built and timed more than once.
         cores: Cores to use, one model at a time each. Keep all else quiet.
         on_progress: Hears every step, from any thread.
         should_stop: Asked before every build; True ends the run with everything saved.
@@ -138,7 +154,7 @@ def collect(
                     replace(config, gate=COLLECT_GATE, cpu=core),
                     routes,
                     workdir,
-                    controls,
+                    repeats,
                     report,
                     should_stop,
                 )
@@ -161,11 +177,11 @@ def _collect_model(
     config: SessionConfig,
     routes: Sequence[Route],
     workdir: Path,
-    controls: int,
+    plan: Repeats,
     report: Callable[[Progress], None],
     should_stop: Callable[[], bool],
 ) -> None:
-    planned = len(routes) + controls + 1
+    planned = len(routes) + plan.controls + 1
     with (
         RecordStore(store_path) as store,
         Session(
@@ -188,14 +204,27 @@ def _collect_model(
                 outcome = session.outcome(route)
                 done += 1
                 report(Progress(entry.model.name, done, planned, outcome if fresh else None))
-            for repeat in range(1, controls + 1):
+            for route, repeat in _repeats(session, routes, plan):
                 if should_stop():
                     return
-                outcome = session.control(repeat)
+                outcome, fresh = session.again(route, repeat)
                 done += 1
-                report(Progress(entry.model.name, done, planned, outcome))
+                report(Progress(entry.model.name, done, planned, outcome if fresh else None))
         except RoutePilotError as error:
             report(Progress(entry.model.name, done, planned, error=str(error)))
+
+
+def _repeats(
+    session: Session, routes: Sequence[Route], plan: Repeats
+) -> Iterator[tuple[Route, int]]:
+    """The default as often as planned, then the fastest routes at each limit, each once more."""
+    yield from ((DEFAULT_ROUTE, repeat) for repeat in range(1, plan.controls + 1))
+    chosen: dict[Route, None] = {}
+    for limit in plan.limits:
+        judged = [regate(session.outcome(route), Gate(limit=limit)) for route in routes]
+        faster = sorted((o for o in judged if o.log_speedup > 0), key=lambda o: -o.log_speedup)
+        chosen.update(dict.fromkeys(o.route for o in faster[: plan.best]))
+    yield from ((route, 1) for route in chosen)
 
 
 def table_from_store(

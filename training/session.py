@@ -167,16 +167,25 @@ class Session:
             )
         return self._known[route]
 
-    def control(self, repeat: int) -> Outcome:
-        """The default route built again and timed against itself; recorded as a repeat."""
-        controls = self._store.outcomes(self.model.fingerprint, self.target.key)[DEFAULT_ROUTE]
-        if len(controls) > repeat:
-            return controls[repeat]
-        outcome = self._timed(self.worker.control)
+    def again(self, route: Route, repeat: int) -> tuple[Outcome, bool]:
+        """A route built and timed once more, recorded as a repeat; the default as a control.
+
+        Args:
+            route: A route with an outcome on record.
+            repeat: Which repeat; one on record is not made again.
+
+        Returns:
+            The outcome, and whether it was made now.
+        """
+        recorded = self._store.outcomes(self.model.fingerprint, self.target.key)[route]
+        if len(recorded) > repeat:
+            return recorded[repeat], False
+        make = self.worker.control if route.is_default else lambda: self.worker.trial(route)
+        outcome = self._timed(make)
         self._store.add(
             Record(self.model.fingerprint, self.target.key, outcome, repeat, time.time())
         )
-        return outcome
+        return outcome, True
 
     def confirm(self, route: Route, save_to: Path | None = None) -> Outcome:
         """Fresh builds of the route and the default, other inputs, ABBA timing; not recorded."""

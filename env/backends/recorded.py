@@ -34,7 +34,7 @@ class ModelReplay:
         card: The model's card.
         default: Outcome of the default route.
         routes: Recorded routes.
-        outcomes: Their first outcomes, judged by the replay's gate.
+        outcomes: Their outcomes, settled by repeats, judged by the replay's gate.
         log_speedup: Measured log speed-ups; NaN where nothing was timed.
         noise: Standard deviation of each, from its interval.
         loss: Loss in the gate's metric; `LOST` where the build failed or the output was invalid.
@@ -59,9 +59,13 @@ class ModelReplay:
 
     @cached_property
     def gain(self) -> Floats:
-        """Log speed-up of each route as an answer: 0 where it is not feasible or not faster."""
-        usable = np.where(self.feasible, np.nan_to_num(self.log_speedup, nan=0.0), 0.0)
-        return np.maximum(usable, 0.0)
+        """Log speed-up of each route as an answer.
+
+        0 where the route is not feasible, or its interval does not clear the default: such an
+        answer would not be confirmed.
+        """
+        clear = self.feasible & (np.nan_to_num(self.log_speedup, nan=-1.0) > 2 * self.noise)
+        return np.where(clear, np.nan_to_num(self.log_speedup), 0.0)
 
     @property
     def oracle(self) -> float:
@@ -130,7 +134,7 @@ class Replay:
         recorded = self.table.outcomes[card.fingerprint]
         default = next(o[0] for r, o in recorded.items() if r.is_default)
         routes = tuple(route for route in recorded if not route.is_default)
-        outcomes = tuple(regate(recorded[route][0], self.gate) for route in routes)
+        outcomes = tuple(regate(settled(recorded[route]), self.gate) for route in routes)
         measured = [o.measurement for o in outcomes]
         return ModelReplay(
             card,
@@ -147,6 +151,23 @@ class Replay:
     def _loss(self, outcome: Outcome) -> float:
         loss = outcome.losses.get(self.gate.metric, LOST)
         return min(loss, LOST) if math.isfinite(loss) else LOST
+
+
+def settled(outcomes: tuple[Outcome, ...]) -> Outcome:
+    """One outcome of several builds of a route.
+
+    Routes are built again because their first figure was among the largest, so that figure is
+    partly luck: it is left out, and the others are averaged.
+    """
+    first, timed = outcomes[0], [o.measurement for o in outcomes[1:] if o.measurement is not None]
+    if first.measurement is None or not timed:
+        return first
+    middle = float(np.mean([m.log_speedup for m in timed]))
+    half = float(np.mean([(m.high - m.low) / 2 for m in timed])) / math.sqrt(len(timed))
+    measurement = replace(
+        first.measurement, log_speedup=middle, low=middle - half, high=middle + half
+    )
+    return replace(first, measurement=measurement)
 
 
 def noise_of(measured: Measurement) -> float:

@@ -12,6 +12,7 @@ from routepilot.env.routes import DEFAULT_ROUTE
 from routepilot.training.collect import (
     CorpusModel,
     Progress,
+    Repeats,
     collect,
     plan_routes,
     table_from_store,
@@ -45,7 +46,7 @@ def test_collection_resumes_where_it_stopped(tiny: Model, tmp_path: Path) -> Non
             SessionConfig(),
             plan,
             tmp_path / "work",
-            controls=2,
+            repeats=Repeats(controls=2, best=2),
             on_progress=heard.append,
             should_stop=lambda: sum(p.outcome is not None for p in heard) >= stop_after,
         )

@@ -1,0 +1,60 @@
+"""The protocol: builds are counted, shares are shares, intervals hold the figure."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import synthetic
+
+from routepilot.agents import make_factory
+from routepilot.env.backends.recorded import Replay
+from routepilot.training.evaluate import BUDGETS, Trace, evaluate, summarise, trace
+
+
+def test_fast_pays_for_every_single_change() -> None:
+    replay = Replay(synthetic.table())
+    model = replay.models[0]
+    found = trace(make_factory("fast"), replay, model, seed=0)
+    assert found.builds == len(replay.catalog.neighbours(replay.catalog.route({})))
+    assert (np.diff(found.gains) >= 0).all()
+
+
+def test_builds_to_95() -> None:
+    gains = np.array([0.0, 0.5, 0.96] + [0.96] * 13)
+    assert Trace(gains, 16, 1.0).builds_to_95 == 3
+    assert Trace(gains, 16, 2.0).builds_to_95 == math.inf
+    assert Trace(gains, 16, 0.0).builds_to_95 == 0
+
+
+def test_summary_of_a_perfect_agent() -> None:
+    perfect = {f"m{i}": [Trace(np.full(16, 0.3), 1, 0.3)] * 2 for i in range(5)}
+    row = summarise(perfect)
+    assert set(row["gain_share"].values()) == {1.0}
+    assert row["gain_share_low"]["1"] == row["gain_share_high"]["1"] == 1.0
+    assert (row["builds_to_95"], row["stop_builds"], row["regressions"]) == (1.0, 1.0, 0)
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, object]:
+    agents = ("random", "best-on-average", "knn", "coreset", "two-way-gp")
+    return evaluate(synthetic.table(), agents, seeds=2, name="made")
+
+
+def test_result_has_the_promised_shape(result: dict) -> None:
+    assert {"table", "split", "models", "agents"} <= set(result)
+    for row in result["agents"].values():
+        assert set(row["gain_share"]) == {str(b) for b in BUDGETS}
+        shares = list(row["gain_share"].values())
+        assert shares == sorted(shares) and 0 <= shares[0] and shares[-1] <= 1.0 + 1e-9
+        for budget, share in row["gain_share"].items():
+            assert row["gain_share_low"][budget] <= share + 1e-9
+            assert share <= row["gain_share_high"][budget] + 1e-9
+        assert row["regressions"] == 0
+
+
+def test_who_knows_the_model_needs_fewer_builds(result: dict) -> None:
+    agents = result["agents"]
+    assert agents["two-way-gp"]["gain_share"]["2"] > agents["random"]["gain_share"]["2"]
+    assert agents["two-way-gp"]["gain_share"]["2"] > agents["best-on-average"]["gain_share"]["1"]
