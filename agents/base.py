@@ -140,5 +140,5 @@ class OrderedAgent:
     @property
     def incumbent(self) -> Outcome | None:
         """The fastest feasible outcome told, if it beats the default route."""
-        best = max(self.told.values(), key=lambda o: o.log_speedup, default=None)
-        return best if best is not None and best.log_speedup > 0 else None
+        best = max(self.told.values(), key=lambda o: o.gain, default=None)
+        return best if best is not None and best.gain > 0 else None

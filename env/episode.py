@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from routepilot.env.backends.recorded import LOST
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
-from routepilot.env.surrogate import STRONG, Belief, encode
+from routepilot.env.surrogate import STRONG, Belief, chance_below, encode, expected_excess
 
 Floats = NDArray[np.float64]
 
@@ -135,7 +135,7 @@ class Episode:
         self.belief.observe(place, outcome, loss)
         self._tried[place] = True
         self.used += 1
-        gain = max(0.0, outcome.log_speedup - self.best) if outcome.is_feasible else 0.0
+        gain = max(0.0, outcome.gain - self.best)
         self.last_gain, self.last_failed = gain, not outcome.is_feasible
         self.failed += self.last_failed
         self.stale = 0 if gain > 0 else self.stale + 1
@@ -148,24 +148,25 @@ class Episode:
     def observation(self) -> Observation:
         """Lay out the candidates as they stand now."""
         belief = self.belief
-        feasible = belief.p_feasible(self.tolerance)
-        sd = belief.speed.sd
-        over = belief.speed.mean - self.best
-        improvement = feasible * belief.expected_improvement(self.best)
+        speed, loss = belief.speed, belief.loss
+        sd, loss_sd = speed.sd, loss.sd
+        over = speed.mean - self.best
+        feasible = chance_below(math.log10(self.tolerance), loss.mean, loss_sd)
+        improvement = feasible * expected_excess(over, sd)
         optimism = feasible * (over + sd)
         places = self._lay_out(improvement, optimism)
         used = len(places)
         top = max(float(improvement[places].max(initial=0.0)), 1e-9)
         columns = (
-            belief.speed.mean,
+            speed.mean,
             sd,
             over,
             feasible,
             10 * improvement,
             improvement / top,
             optimism,
-            np.clip((math.log10(self.tolerance) - belief.loss.mean) / 3, -1, 1),
-            belief.loss.sd,
+            np.minimum(np.maximum((math.log10(self.tolerance) - loss.mean) / 3, -1), 1),
+            loss_sd,
             self._changed,
             self._strong_changed,
             self._moved,
@@ -186,9 +187,9 @@ class Episode:
 
     def _lay_out(self, improvement: Floats, optimism: Floats) -> NDArray[np.int64]:
         """Untried routes worth a row, best first; each once."""
-        free = np.flatnonzero(~self._tried)
+        free = (~self._tried).nonzero()[0]
         if len(free) <= ROWS:
-            return free[np.argsort(-improvement[free], kind="stable")]
+            return free[(-improvement[free]).argsort(kind="stable")]
         chosen: list[int] = []
         taken = self._tried.copy()
         for score, count in (
@@ -196,11 +197,11 @@ class Episode:
             (optimism, OPTIMISTIC_ROWS),
             (self.belief.popularity, POPULAR_ROWS),
         ):
-            best = np.argsort(-np.where(taken, -np.inf, score), kind="stable")[:count]
+            best = np.where(taken, np.inf, -score).argsort(kind="stable")[:count]
             taken[best] = True
             chosen += best.tolist()
-        rest = np.flatnonzero(~taken)
-        extra = np.argsort(self._rng.random(len(rest)))[: ROWS - len(chosen)]
+        rest = (~taken).nonzero()[0]
+        extra = self._rng.random(len(rest)).argsort()[: ROWS - len(chosen)]
         return np.array([*chosen, *rest[extra].tolist()], np.int64)
 
     def _context(

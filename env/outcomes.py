@@ -91,3 +91,11 @@ class Outcome:
         if not self.is_feasible or self.measurement is None:
             return -math.inf
         return self.measurement.log_speedup
+
+    @property
+    def gain(self) -> float:
+        """Log speed-up as an answer: 0 unless feasible with an interval that clears the default."""
+        measured = self.measurement
+        if not self.is_feasible or measured is None or measured.low <= 0:
+            return 0.0
+        return measured.log_speedup

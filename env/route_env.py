@@ -20,7 +20,7 @@ from routepilot.env.backends.recorded import ModelReplay, Replay
 from routepilot.env.episode import CONTEXT_FEATURES, ROW_FEATURES, ROWS, Episode, Observation
 from routepilot.env.errors import InputError
 from routepilot.env.records import RouteTable
-from routepilot.env.surrogate import Belief, Surrogate, leave_family_out
+from routepilot.env.surrogate import Surrogate, leave_family_out
 
 #: Name under which the environment is registered.
 ENV_ID = "RoutePilot/RouteSelection-v0"
@@ -89,7 +89,6 @@ class RouteSelectionEnv(gymnasium.Env[dict[str, Any], np.int64]):
         if not self._models:
             raise InputError("the table holds no model to train on; collect one, or hold out less")
         self.surrogates = dict(surrogates or leave_family_out(self.replay))
-        self._beliefs: dict[str, Belief] = {}
         self._mean_seconds = float(np.mean(np.concatenate([m.build_seconds for m in self._models])))
         shape = (ROWS, len(ROW_FEATURES))
         self.observation_space = spaces.Dict(
@@ -170,7 +169,7 @@ class RouteSelectionEnv(gymnasium.Env[dict[str, Any], np.int64]):
         return np.asarray(chances / chances.sum())
 
     def _begin(self, model: ModelReplay, budget: int, price: float) -> Episode:
-        belief = self._belief(model)
+        belief = self.surrogates[model.card.family].prior(model)
         routes = model.routes
         if self.randomness.share < 1.0:
             share = self.np_random.uniform(self.randomness.share, 1.0)
@@ -189,13 +188,6 @@ class RouteSelectionEnv(gymnasium.Env[dict[str, Any], np.int64]):
             price,
             self.np_random,
         )
-
-    def _belief(self, model: ModelReplay) -> Belief:
-        name = model.card.fingerprint
-        if name not in self._beliefs:
-            surrogate = self.surrogates[model.card.family]
-            self._beliefs[name] = surrogate.belief(model.card.features, model.routes)
-        return self._beliefs[name]
 
     def _finish(
         self, reward: float, *, stopped: bool

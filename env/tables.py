@@ -17,6 +17,7 @@ import numpy as np
 
 from routepilot.env.accuracy import Gate, regate
 from routepilot.env.backends.base import Target
+from routepilot.env.backends.recorded import settled
 from routepilot.env.errors import TableError
 from routepilot.env.features import FEATURE_NAMES
 from routepilot.env.outcomes import Measurement, Outcome, Status
@@ -177,7 +178,7 @@ def describe_table(table: RouteTable, gate: Gate) -> dict[str, Any]:
     for card in table.models:
         best, best_route, feasible, count = 0.0, DEFAULT_ROUTE, 0, 0
         for route, outcomes in table.outcomes[card.fingerprint].items():
-            outcome = regate(outcomes[0], gate)
+            outcome = regate(settled(outcomes), gate)
             statuses[outcome.status.value] = statuses.get(outcome.status.value, 0) + 1
             if outcome.status is not Status.OK:
                 reason = outcome.reason[:80]
@@ -189,8 +190,8 @@ def describe_table(table: RouteTable, gate: Gate) -> dict[str, Any]:
                 continue
             count += 1
             feasible += outcome.is_feasible
-            if outcome.log_speedup > best:
-                best, best_route = outcome.log_speedup, route
+            if outcome.gain > best:
+                best, best_route = outcome.gain, route
         gains.append(best)
         models.append(
             {

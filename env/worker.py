@@ -105,7 +105,8 @@ class Worker:
             "cpu": cpu,
         }
         self._environment = _child_environment(options)
-        self._deadline = deadline_seconds
+        #: Seconds a request may take; may be changed between requests.
+        self.deadline_seconds = deadline_seconds
         self._memory_limit = memory_limit_bytes or int(MEMORY_SHARE * machine_memory_bytes())
         self._child: Child | None = None
         self._suspect = False
@@ -173,7 +174,7 @@ class Worker:
             "incumbent": incumbent_log_speedup,
             "known": list(usable),
         }
-        outcome, same_as = self._outcome(route, request, self._deadline)
+        outcome, same_as = self._outcome(route, request, self.deadline_seconds)
         if same_as is None:
             return outcome
         twin = usable[same_as]
@@ -202,12 +203,12 @@ class Worker:
             "route": str(route),
             "save_to": str(save_to.absolute()) if save_to is not None else None,
         }
-        deadline = self._deadline + 3 * self._plan.max_seconds
+        deadline = self.deadline_seconds + 3 * self._plan.max_seconds
         return self._outcome(route, request, deadline)[0]
 
     def control(self) -> Outcome:
         """The default route built again and timed against itself, as any route is."""
-        return self._outcome(DEFAULT_ROUTE, {"do": "control"}, self._deadline)[0]
+        return self._outcome(DEFAULT_ROUTE, {"do": "control"}, self.deadline_seconds)[0]
 
     def noise_floor(self) -> float:
         """Log ratio that a second default engine reaches against the first by noise alone.
@@ -215,7 +216,7 @@ class Worker:
         Raises:
             MachineError: The second default engine cannot be built or timed.
         """
-        answer = self._ask({"do": "noise_floor"}, self._deadline)
+        answer = self._ask({"do": "noise_floor"}, self.deadline_seconds)
         if isinstance(answer, Ended):
             raise MachineError(f"the noise floor cannot be measured: {answer.reason}")
         return float(answer["value"])
@@ -262,7 +263,7 @@ class Worker:
         if self._child is not None and not self._child.alive:  # it went while nobody asked
             self.close()
         if self._child is not None and self._suspect:
-            answer = self._child.ask({"do": "check"}, self._deadline)
+            answer = self._child.ask({"do": "check"}, self.deadline_seconds)
             if isinstance(answer, Ended) or not answer.get("healthy", False):
                 self._child.kill()
                 self._child = None
@@ -279,12 +280,12 @@ class Worker:
             self._memory_limit,
         )
         try:
-            answer = child.ask(self._opening, self._deadline)
+            answer = child.ask(self._opening, self.deadline_seconds)
             if isinstance(answer, Ended):
                 raise MachineError(f"the worker child cannot start: {answer.reason}")
             if "error" in answer:
                 _raise(answer)
-            answer = child.ask({"do": "default"}, self._deadline)
+            answer = child.ask({"do": "default"}, self.deadline_seconds)
             if isinstance(answer, Ended):
                 raise self._default_failed(answer.status, answer.reason)
             if "error" in answer:

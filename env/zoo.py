@@ -80,7 +80,7 @@ _MIT = "MIT; " + _UNTRACED
 ENTRIES: tuple[ZooEntry, ...] = (
     # Trained, from packages.
     _packaged(
-        "ddddocr", "crnn", "test", "ddddocr", "ddddocr/common.onnx", _MIT,
+        "ddddocr", "crnn", "train", "ddddocr", "ddddocr/common.onnx", _MIT,
         Input("input1", (1, 1, 64, 160), make.text_line),
     ),
     _packaged(
@@ -141,7 +141,7 @@ ENTRIES: tuple[ZooEntry, ...] = (
         Input("rater_embed", (1, 64), make.normal),
     ),
     _packaged(
-        "silero_vad", "vad-lstm", "train", "silero-vad",
+        "silero_vad", "vad-lstm", "test", "silero-vad",
         "silero_vad/data/silero_vad_16k_sequence.onnx", "MIT",
         Input("input", (64, 576), make.waveform),
         Input("h", (1, 1, 128), make.zeros),

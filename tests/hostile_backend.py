@@ -67,6 +67,7 @@ class HostileEngine:
     def __init__(self, settings: Mapping[str, str], options: Mapping[str, str]) -> None:
         self.settings = settings
         self.hash = " ".join(v for k, v in settings.items() if k != "-twin")
+        self.build_seconds = 0.01
         self.milliseconds = float(options.get("latency_ms", "5")) / float(settings["-speed"])
         self._noise = np.random.default_rng(int.from_bytes(self.hash.encode(), "little") % 2**32)
 

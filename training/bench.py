@@ -55,7 +55,7 @@ def tune_cost() -> tuple[str, str]:
     """Overhead of `tune` beyond building and timing, and the parent's peak memory."""
     from routepilot.env import zoo
 
-    name = "ddddocr" if zoo.available(zoo.entry("ddddocr")) is None else "resnet"
+    name = "silero_vad" if zoo.available(zoo.entry("silero_vad")) is None else "resnet"
     shares, peaks = [], []
     for seed in range(3):
         with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +98,7 @@ def training_seconds() -> str:
     table = load_table(find_table("cpu"))
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        train(table, TrainConfig(), held_out=("crnn",), out=Path(folder))
+        train(table, TrainConfig(), held_out=("vad-lstm",), out=Path(folder))
     return f"{time.perf_counter() - start:.0f} s, once"
 
 

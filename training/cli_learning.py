@@ -25,6 +25,7 @@ def train(
     max_seconds: Annotated[
         float | None, typer.Option(help="Stop training after this many seconds.")
     ] = None,
+    name: Annotated[str, typer.Option(help="Name of the policy.")] = "policy",
     seed: SeedOpt = 0,
     json: JsonOpt = False,
 ) -> None:
@@ -32,7 +33,7 @@ def train(
 
     Needs the extra `train`. Interrupting saves the policy as it is.
 
-    Example: routepilot train --table cpu --hold-out crnn -o policy
+    Example: routepilot train --table cpu --hold-out vad-lstm -o policy
     """
     from routepilot.env.errors import InputError
     from routepilot.env.tables import load_table
@@ -53,6 +54,8 @@ def train(
         TrainConfig(seed=seed, max_seconds=max_seconds),
         held_out=families,
         out=out,
+        name=name,
+        source=find_table(table),
         say=(lambda _: None) if json else console.say,
     )
     if json:
@@ -72,33 +75,44 @@ def evaluate(
         "evaluation"
     ),
     seeds: Annotated[int, typer.Option(help="Search seeds a model.")] = 3,
+    workers: Annotated[int, typer.Option(help="Trainings at once, for ppo.")] = 1,
     seed: SeedOpt = 0,
     json: JsonOpt = False,
 ) -> None:
     """Compare agents by replay, one family held out.
 
-    `ppo` trains one policy a held-out family, which takes minutes each.
+    `ppo` trains one policy a held-out family, which takes a minute or two each; policies found in
+    OUT are not trained again.
 
-    Example: routepilot evaluate --table cpu --agents random,best-on-average,two-way-gp
+    Example: routepilot evaluate --table cpu --agents random,best-on-average,two-way-gp,ppo
     """
     from routepilot.env.tables import load_table
     from routepilot.training import console
     from routepilot.training.defaults import find_table
-    from routepilot.training.evaluate import DEFAULT_AGENTS
+    from routepilot.training.evaluate import DEFAULT_AGENTS, train_without_each_family
     from routepilot.training.evaluate import evaluate as run
     from routepilot.training.files import ensure_folder, write_json
 
-    names = [name.strip() for name in agents.split(",") if name.strip()]
+    names = [name.strip() for name in agents.split(",") if name.strip()] or list(DEFAULT_AGENTS)
+    source = load_table(find_table(table))
+    say = (lambda _: None) if json else console.say
+    folder = ensure_folder(out)
+    policies = None
+    if "ppo" in names:
+        policies = train_without_each_family(
+            source, folder / "policies", workers=workers, seed=seed, say=say
+        )
     result = run(
-        load_table(find_table(table)),
-        names or list(DEFAULT_AGENTS),
+        source,
+        names,
+        policies=policies,
         name=table,
         tolerance=tolerance,
         seeds=seeds,
         seed=seed,
-        say=(lambda _: None) if json else console.say,
+        say=say,
     )
-    write_json(ensure_folder(out) / "evaluation.json", result)
+    write_json(folder / "evaluation.json", result)
     if json:
         console.print_json(result)
         return

@@ -40,7 +40,7 @@ class Choice:
 
 def checkpoints_folder() -> Path:
     """Folder of released policies and tables, inside the installed package."""
-    return Path(str(files("routepilot.checkpoints")))
+    return Path(str(files("routepilot.checkpoints"))).resolve()
 
 
 def released_policies() -> list[str]:

@@ -7,7 +7,10 @@ to 95 % of it, intervals bootstrapped over models and seeds. Measures nothing li
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,12 @@ from routepilot.agents import NEEDS_TABLE, make_factory
 from routepilot.agents.base import AgentFactory, Problem, search
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.recorded import ModelReplay, Replay
+from routepilot.env.errors import MachineError
 from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
 from routepilot.env.routes import Route
+from routepilot.env.tables import save_table
+from routepilot.training.files import ensure_folder
 from routepilot.training.manifest import manifest
 from routepilot.training.session import Say, silent
 
@@ -89,8 +95,7 @@ def trace(factory: AgentFactory, replay: Replay, model: ModelReplay, seed: int) 
     best = 0.0
     for build in range(max(BUDGETS)):
         if build < len(outcomes):
-            outcome = outcomes[build]
-            best = max(best, outcome.log_speedup) if outcome.is_feasible else best
+            best = max(best, outcomes[build].gain)
         gains[build] = best
     return Trace(gains, len(outcomes), model.oracle)
 
@@ -130,6 +135,38 @@ def _factory(name: str, known: Replay, policy: Path | None) -> AgentFactory:
 
         return make_factory(name, policy=load_policy(policy))
     return make_factory(name, replay=known if name in NEEDS_TABLE else None)
+
+
+def train_without_each_family(
+    table: RouteTable, folder: Path, *, workers: int = 1, seed: int = 0, say: Say = silent
+) -> dict[str, Path]:
+    """One policy a family, blind to it, each trained by a process of its own.
+
+    Policies found in `folder` are taken as they are, so a run that was killed goes on.
+
+    Args:
+        table: Route table.
+        folder: Folder for the policies, one folder a family.
+        workers: Processes at once.
+        seed: Training seed.
+        say: Hears one line a policy.
+    """
+    place = ensure_folder(folder) / "table.parquet"
+    save_table(table, place)
+    wanted = {family: folder / family / "policy.safetensors" for family in table.families}
+
+    def run(family: str) -> None:
+        command = [sys.executable, "-m", "routepilot", "train", "--table", str(place), "--json"]
+        command += ["--hold-out", family, "--seed", str(seed), "-o", str(folder / family)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise MachineError(f"training without {family} failed: {done.stderr.strip()[-300:]}")
+        say(f"trained without {family}")
+
+    waiting = [family for family, path in wanted.items() if not path.is_file()]
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(run, waiting))
+    return wanted
 
 
 def summarise(found: Mapping[str, Sequence[Trace]], seed: int = 0) -> dict[str, Any]:

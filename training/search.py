@@ -132,7 +132,7 @@ def run_search(
         spent += outcome.build_seconds + outcome.measure_seconds
         outcomes.append(outcome)
         agent.tell(route, outcome)
-        best = max(best, outcome.log_speedup)
+        best = max(best, outcome.gain)
         if on_outcome is not None:
             on_outcome(len(outcomes), outcome)
     return Search(agent.name, tuple(outcomes), spent + thinking, ended_by)

@@ -8,7 +8,7 @@ surrogate never saw the family of the episode's model, so training meets what us
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 
 from routepilot.agents.policy import Card, Network, file_hash, save_policy
 from routepilot.env.accuracy import Gate
+from routepilot.env.backends.recorded import Replay
 from routepilot.env.episode import ROWS
 from routepilot.env.errors import InputError, MissingExtraError
 from routepilot.env.records import RouteTable
 from routepilot.env.route_env import Randomness, RouteSelectionEnv
 from routepilot.env.surrogate import Kernel, Surrogate, leave_family_out
 from routepilot.env.tables import save_table
+from routepilot.training.defaults import checkpoints_folder
 from routepilot.training.files import ensure_folder
 from routepilot.training.manifest import package_versions
 from routepilot.training.session import Say, silent
@@ -107,6 +109,7 @@ def train(
     out: Path,
     name: str = "policy",
     gate: Gate | None = None,
+    source: Path | None = None,
     say: Say = silent,
 ) -> Trained:
     """Train a policy on a table and save it with its card and its table.
@@ -118,6 +121,8 @@ def train(
         out: Folder for the policy.
         name: Name of the policy.
         gate: Gate that the card names and the scores use.
+        source: File the table was read from. A released table is referred to by the card; any
+            other is copied beside the policy, which needs it at work.
         say: Hears progress.
 
     Raises:
@@ -144,7 +149,10 @@ def train(
     folder = ensure_folder(out)
     torch.manual_seed(config.seed)
     torch.set_num_threads(1)
-    courses = [_course(known, Gate(limit=limit), config) for limit in config.limits]
+    # Beliefs about speed and loss do not depend on the limit: one fit serves every course.
+    surrogates = leave_family_out(Replay(known, gate), config.kernel)
+    limits = dict.fromkeys((gate.limit, *config.limits))
+    courses = [_course(known, replace(gate, limit=x), config, surrogates) for x in limits]
     env = DummyVecEnv([_maker(courses[i % len(courses)]) for i in range(config.environments)])
     env.seed(config.seed)
     model = PPO(
@@ -162,14 +170,25 @@ def train(
     )
     net = model.policy.net
     _warm_start(net, courses, config, say)
-    judge = next((c for c in courses if c.replay.gate.limit == gate.limit), None)
-    judge = judge or _course(known, gate, config)
-
-    best = _Best(net, judge)
+    best = _Best(net, courses[0])
     say(f"after imitation ({time.monotonic() - start:.0f} s): {best.text()}")
     stopped = _improve(model, best, config, start, say)
     seconds = time.monotonic() - start
-    path = _save(folder, name, best, known, held_out, gate, config, model.num_timesteps)
+    place = _keep_table(source, known, folder / f"{name}.parquet")
+    card = Card(
+        name=name,
+        table=place.name,
+        table_sha256=file_hash(place),
+        models=tuple(card.name for card in known.models),
+        held_out=held_out,
+        gate={"metric": gate.metric, "limit": gate.limit},
+        kernel=asdict(config.kernel),
+        seed=config.seed,
+        steps=int(model.num_timesteps),
+        scores=best.scores(),
+        versions=package_versions(),
+    )
+    path = save_policy(folder, best.weights, card)
     say(f"{model.num_timesteps} steps in {seconds:.0f} s{stopped}: {best.text()}")
     return Trained(path, best.scores(), int(model.num_timesteps), seconds)
 
@@ -178,7 +197,8 @@ def steps_per_second(table: RouteTable, steps: int = 5000) -> float:
     """Steps a second of one environment on one core, observation and surrogate included."""
     env = RouteSelectionEnv(table)
     rng = np.random.default_rng(0)
-    seen, _ = env.reset(seed=0)
+    for model in env.replay:  # each model's prior is computed once, whatever the steps
+        seen, _ = env.reset(seed=0, options={"model": model.card.name})
     start = time.perf_counter()
     for _ in range(steps):
         row = int(rng.integers(max(int(seen["mask"][:-1].sum()), 1)))
@@ -215,11 +235,10 @@ def play(
     return gains, used
 
 
-def _course(table: RouteTable, gate: Gate, config: TrainConfig) -> RouteSelectionEnv:
+def _course(
+    table: RouteTable, gate: Gate, config: TrainConfig, surrogates: Mapping[str, Surrogate]
+) -> RouteSelectionEnv:
     randomness = Randomness(config.budgets, config.prices, noise=True, share=config.share)
-    from routepilot.env.backends.recorded import Replay
-
-    surrogates = leave_family_out(Replay(table, gate), config.kernel)
     return RouteSelectionEnv(table, gate, randomness, surrogates)
 
 
@@ -348,36 +367,9 @@ def _improve(model: Any, best: _Best, config: TrainConfig, start: float, say: Sa
     return ""
 
 
-def _save(
-    folder: Path,
-    name: str,
-    best: _Best,
-    table: RouteTable,
-    held_out: tuple[str, ...],
-    gate: Gate,
-    config: TrainConfig,
-    steps: int,
-) -> Path:
-    place = folder / f"{name}.parquet"
-    save_table(table, place)
-    card = Card(
-        name=name,
-        table=place.name,
-        table_sha256=file_hash(place),
-        models=tuple(card.name for card in table.models),
-        held_out=held_out,
-        gate={"metric": gate.metric, "limit": gate.limit},
-        kernel=asdict(config.kernel),
-        seed=config.seed,
-        steps=int(steps),
-        scores=best.scores(),
-        versions=package_versions(),
-    )
-    return save_policy(folder, best.weights, card)
-
-
-def surrogate_of(table: RouteTable, gate: Gate, kernel: Kernel | None = None) -> Surrogate:
-    """A surrogate fitted to a whole table."""
-    from routepilot.env.backends.recorded import Replay
-
-    return Surrogate(Replay(table, gate), kernel)
+def _keep_table(source: Path | None, known: RouteTable, place: Path) -> Path:
+    """The table file that a policy's card names."""
+    if source is not None and source.resolve().parent == checkpoints_folder() / "tables":
+        return source
+    save_table(known, place)
+    return place

@@ -64,8 +64,7 @@ class ModelReplay:
         0 where the route is not feasible, or its interval does not clear the default: such an
         answer would not be confirmed.
         """
-        clear = self.feasible & (np.nan_to_num(self.log_speedup, nan=-1.0) > 2 * self.noise)
-        return np.where(clear, np.nan_to_num(self.log_speedup), 0.0)
+        return np.array([outcome.gain for outcome in self.outcomes])
 
     @property
     def oracle(self) -> float:
