@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 InputSet = dict[str, NDArray[np.generic]]
 
 #: Made sets: so many for the search, so many for the final check.
-SELECTION_SETS, CONFIRMATION_SETS = 3, 2
+SELECTION_SETS, CONFIRMATION_SETS = 4, 1
 
 #: Upper bound of integers nobody knows more about.
 SMALL_INTEGER = 4

@@ -393,7 +393,7 @@ def _make_bundle(
             save_as_external_data=large,
             location="model.onnx.data",
         )
-        kept = min(CONFIRMATION_SETS, max(len(sets) // 3, 1)) if len(sets) > 1 else 0
+        kept = max(len(sets) // 3, 1) if len(sets) > 1 else 0
         cut = len(sets) - kept
         # A single set serves both ends; the second look is then weaker, and nothing can be done.
         for kind, some in (("selection", sets[:cut]), ("confirmation", sets[cut:] or sets)):

@@ -274,12 +274,13 @@ def measure_facts(names: Sequence[str]) -> dict[str, dict[str, object]]:
     """Fingerprint and number of weights of each model, as kept in `zoo_fingerprints.json`."""
     import onnx
 
+    from routepilot.env.features import count
+
     facts: dict[str, dict[str, object]] = {}
     for name in names:
         model = load_model(name)
-        graph = onnx.load(str(model.path), load_external_data=False).graph
-        weights = sum(int(np.prod(t.dims)) for t in graph.initializer if t.dims)
-        facts[name] = {"fingerprint": model.fingerprint, "parameters": weights}
+        weights = count(onnx.load(str(model.path)).graph).parameters
+        facts[name] = {"fingerprint": model.fingerprint, "parameters": int(weights)}
     return facts
 
 

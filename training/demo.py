@@ -60,7 +60,7 @@ def run_demo(out: Path, *, max_builds: int = 6, seed: int = 0, as_json: bool = F
     )
     trained = train(
         table,
-        TrainConfig(seed=seed, max_seconds=TRAIN_SECONDS),
+        TrainConfig(seed=seed, teacher_episodes=1500, max_seconds=TRAIN_SECONDS),
         held_out=(entry.family,),
         out=folder / "policy",
         source=find_table("cpu"),

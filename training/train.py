@@ -41,7 +41,7 @@ class TrainConfig:
     #: Seed of everything.
     seed: int = 0
     #: Environment steps of PPO.
-    steps: int = 120_000
+    steps: int = 60_000
     #: Seconds after which training ends with what it has; None for no limit.
     max_seconds: float | None = None
     #: Environments stepped together.
@@ -53,7 +53,7 @@ class TrainConfig:
     #: Passes over a rollout.
     epochs: int = 6
     #: Learning rate of PPO, after the warm start.
-    learning_rate: float = 2e-4
+    learning_rate: float = 1e-4
     #: Discount: an episode is short and its end is its answer.
     gamma: float = 1.0
     #: Trace of the advantage estimate.
@@ -61,13 +61,13 @@ class TrainConfig:
     #: Weight of the entropy bonus.
     entropy: float = 0.003
     #: Episodes the teacher plays.
-    teacher_episodes: int = 1500
+    teacher_episodes: int = 3000
     #: Passes of imitation.
     teacher_epochs: int = 25
     #: Temperature of the teacher's choice, in log speed-up.
-    teacher_temperature: float = 0.02
+    teacher_temperature: float = 0.03
     #: Steps between two evaluations.
-    evaluate_every: int = 16_384
+    evaluate_every: int = 8_192
     #: Prices of an average build that episodes draw from, in log speed-up.
     prices: tuple[float, float] = (0.002, 0.01)
     #: Budgets that episodes draw from.
