@@ -19,7 +19,7 @@ from routepilot.env.routes import Route, differing
 INFEASIBLE = -1.0
 
 #: Proposals of Optuna that may be unaskable before a random route stands in.
-TRIES = 40
+TRIES = 8
 
 #: Random trials with which each sampler starts.
 STARTUP = {"tpe": 5, "gp": 4}
@@ -48,7 +48,7 @@ class OptunaAgent(OrderedAgent):
 
     def upcoming(self) -> Route | None:
         """The sampler's next proposal that can be asked."""
-        for _ in range(TRIES):
+        for _ in range(TRIES if self._free != {} else 0):
             self._trial = self._study.ask()
             route = self._proposed()
             if self._free is not None:
