@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -70,9 +70,9 @@ def manifest(**extra: object) -> dict[str, object]:
     load = os.getloadavg()
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["routepilot", *map(_without_folder, sys.argv[1:])]),
         "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count() or 1,
         "load": [round(x, 2) for x in load],
         "packages": package_versions(),
@@ -81,8 +81,6 @@ def manifest(**extra: object) -> dict[str, object]:
     }
 
 
-def summary(facts: Mapping[str, object]) -> str:
-    """One line for people: date, commit, core packages."""
-    packages = facts.get("packages")
-    named = ", ".join(f"{k} {v}" for k, v in packages.items()) if isinstance(packages, dict) else ""
-    return f"{facts.get('date')} {facts.get('git')} ({named})"
+def _without_folder(argument: str) -> str:
+    """An argument without the folders of an absolute path: they are nobody else's business."""
+    return Path(argument).name if argument.startswith("/") else argument
