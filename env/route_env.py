@@ -1,12 +1,13 @@
-"""The Gymnasium environment `RoutePilot/RouteSelection-v0`, and nothing else.
+"""The Gymnasium environments `RouteSelection-v0` and `LiveRouteSelection-v0`, and nothing else.
 
-It replays a route table: an episode tunes one recorded model under a budget. What is seen and what
-the rows are is `episode.py`'s; what is believed is `surrogate.py`'s.
+The first replays a route table: an episode tunes one recorded model under a budget. The second
+asks a function for outcomes, which may build and time real engines. What is seen and what the rows
+are is `episode.py`'s; what is believed is `surrogate.py`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,25 @@ from numpy.typing import NDArray
 
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.recorded import ModelReplay, Replay
-from routepilot.env.episode import CONTEXT_FEATURES, ROW_FEATURES, ROWS, Episode, Observation
+from routepilot.env.episode import (
+    CONTEXT_FEATURES,
+    ROW_FEATURES,
+    ROWS,
+    Episode,
+    Observation,
+    loss_of,
+)
 from routepilot.env.errors import InputError
+from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
+from routepilot.env.routes import Catalog, Route
 from routepilot.env.surrogate import Surrogate, leave_family_out
 
-#: Name under which the environment is registered.
+#: Names under which the environments are registered.
 ENV_ID = "RoutePilot/RouteSelection-v0"
+LIVE_ENV_ID = "RoutePilot/LiveRouteSelection-v0"
+
+Seen = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -43,8 +56,78 @@ class Randomness:
     share: float = 1.0
 
 
-class RouteSelectionEnv(gymnasium.Env[dict[str, Any], np.int64]):
-    """Choose routes to build for one model after another.
+class _SelectionEnv(gymnasium.Env[Seen, np.int64]):
+    """What both environments share: spaces, masks, rewards and ends.
+
+    Subclasses begin an episode and say what comes of a route.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  (Gymnasium's own form)
+
+    def __init__(self) -> None:
+        shape = (ROWS, len(ROW_FEATURES))
+        self.observation_space = spaces.Dict(
+            {
+                "candidates": spaces.Box(-20.0, 20.0, shape, np.float32),
+                "context": spaces.Box(-20.0, 20.0, (len(CONTEXT_FEATURES),), np.float32),
+                "mask": spaces.Box(0, 1, (ROWS + 1,), np.int8),
+            }
+        )
+        self.action_space = spaces.Discrete(ROWS + 1)
+        self._episode: Episode | None = None
+        self._seen: Observation | None = None
+
+    def _outcome(self, route: Route) -> tuple[Outcome, float, float]:
+        """What comes of a route: outcome, loss in the gate's metric, cost in average builds."""
+        raise NotImplementedError
+
+    def _start(self, episode: Episode) -> Seen:
+        self._episode, self._seen = episode, episode.observation()
+        return _as_dict(self._seen)
+
+    def step(self, action: np.int64) -> tuple[Seen, float, bool, bool, dict[str, Any]]:
+        """Build a row's route, or stop.
+
+        Raises:
+            InputError: Not reset, or a masked action; nothing is built then.
+        """
+        if self._episode is None or self._seen is None:
+            raise InputError("the environment must be reset before a step")
+        if not 0 <= int(action) <= ROWS or not self._seen.mask[int(action)]:
+            raise InputError(f"action {action} is masked; legal are those whose mask is 1")
+        if int(action) == ROWS:
+            return self._finish(0.0, stopped=True)
+        place = int(self._seen.places[int(action)])
+        outcome, loss, cost = self._outcome(self._episode.routes[place])
+        reward = self._episode.observe(place, outcome, loss) - self._episode.price * cost
+        self._seen = self._episode.observation()
+        if self._episode.left == 0 or not self._seen.mask[:-1].any():
+            return self._finish(reward, stopped=False)
+        return _as_dict(self._seen), reward, False, False, self._info()
+
+    def _finish(
+        self, reward: float, *, stopped: bool
+    ) -> tuple[Seen, float, bool, bool, dict[str, Any]]:
+        assert self._seen is not None
+        info = {**self._info(), "stopped": stopped}
+        self._episode = None
+        return _as_dict(self._seen), reward, True, False, info
+
+    def _info(self) -> dict[str, Any]:
+        assert self._episode is not None
+        return {
+            "log_speedup": self._episode.best,
+            "route": str(self._episode.incumbent),
+            "builds": self._episode.used,
+        }
+
+
+def _as_dict(seen: Observation) -> Seen:
+    return {"candidates": seen.rows, "context": seen.context, "mask": seen.mask}
+
+
+class RouteSelectionEnv(_SelectionEnv):
+    """Choose routes to build for one recorded model after another.
 
     **Observation** (`Dict`): `candidates` (rows of `episode.ROW_FEATURES`, float32), `context`
     (`episode.CONTEXT_FEATURES`, float32), `mask` (1 where an action is legal). The mask is part of
@@ -73,8 +156,6 @@ class RouteSelectionEnv(gymnasium.Env[dict[str, Any], np.int64]):
         InputError: Nothing to draw from.
     """
 
-    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  (Gymnasium's own form)
-
     def __init__(
         self,
         table: RouteTable,
@@ -83,6 +164,7 @@ class RouteSelectionEnv(gymnasium.Env[dict[str, Any], np.int64]):
         surrogates: Mapping[str, Surrogate] | None = None,
         models: tuple[str, ...] | None = None,
     ) -> None:
+        super().__init__()
         self.replay = Replay(table, gate)
         self.randomness = randomness or Randomness()
         self._models = [m for m in self.replay if models is None or m.card.name in models]
@@ -90,17 +172,6 @@ class RouteSelectionEnv(gymnasium.Env[dict[str, Any], np.int64]):
             raise InputError("the table holds no model to train on; collect one, or hold out less")
         self.surrogates = dict(surrogates or leave_family_out(self.replay))
         self._mean_seconds = float(np.mean(np.concatenate([m.build_seconds for m in self._models])))
-        shape = (ROWS, len(ROW_FEATURES))
-        self.observation_space = spaces.Dict(
-            {
-                "candidates": spaces.Box(-20.0, 20.0, shape, np.float32),
-                "context": spaces.Box(-20.0, 20.0, (len(CONTEXT_FEATURES),), np.float32),
-                "mask": spaces.Box(0, 1, (ROWS + 1,), np.int8),
-            }
-        )
-        self.action_space = spaces.Discrete(ROWS + 1)
-        self._episode: Episode | None = None
-        self._seen: Observation | None = None
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -115,35 +186,14 @@ class RouteSelectionEnv(gymnasium.Env[dict[str, Any], np.int64]):
         low, high = self.randomness.budgets
         budget = int(self.np_random.integers(low, high + 1))
         price = float(self.np_random.uniform(*self.randomness.prices))
-        self._episode = self._begin(self.model, budget, price)
-        self._seen = self._episode.observation()
-        return self._as_dict(self._seen), {"model": self.model.card.name, "budget": budget}
+        seen = self._start(self._begin(self.model, budget, price))
+        return seen, {"model": self.model.card.name, "budget": budget}
 
-    def step(self, action: np.int64) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Build a row's route, or stop.
-
-        Raises:
-            InputError: Not reset, or a masked action.
-        """
-        if self._episode is None or self._seen is None:
-            raise InputError("the environment must be reset before a step")
-        if not 0 <= int(action) <= ROWS or not self._seen.mask[int(action)]:
-            raise InputError(f"action {action} is masked; legal are those whose mask is 1")
-        if int(action) == ROWS:
-            return self._finish(0.0, stopped=True)
-        place = int(self._seen.places[int(action)])
-        route = self._episode.routes[place]
+    def _outcome(self, route: Route) -> tuple[Outcome, float, float]:
         recorded = self.model.index[route]
         rng = self.np_random if self.randomness.noise else None
-        gain = self._episode.observe(
-            place, self.model.outcome(route, rng), float(self.model.loss[recorded])
-        )
         cost = float(self.model.build_seconds[recorded]) / self._mean_seconds
-        reward = gain - self._episode.price * cost
-        self._seen = self._episode.observation()
-        if self._episode.left == 0 or not self._seen.mask[:-1].any():
-            return self._finish(reward, stopped=False)
-        return self._as_dict(self._seen), reward, False, False, self._info()
+        return self.model.outcome(route, rng), float(self.model.loss[recorded]), cost
 
     def teacher(self, temperature: float) -> NDArray[np.float64]:
         """Probabilities of a teacher that knows the recorded outcomes, for a warm start.
@@ -189,32 +239,69 @@ class RouteSelectionEnv(gymnasium.Env[dict[str, Any], np.int64]):
             self.np_random,
         )
 
-    def _finish(
-        self, reward: float, *, stopped: bool
-    ) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        assert self._seen is not None
-        seen = self._as_dict(self._seen)
-        info = {**self._info(), "stopped": stopped, "oracle": self.model.oracle}
-        self._episode = None
-        return seen, reward, True, False, info
 
-    def _info(self) -> dict[str, Any]:
-        assert self._episode is not None
-        return {
-            "log_speedup": self._episode.best,
-            "route": str(self._episode.incumbent),
-            "builds": self._episode.used,
-        }
+class LiveRouteSelectionEnv(_SelectionEnv):
+    """Choose routes to build for one model, with outcomes from a function.
 
-    @staticmethod
-    def _as_dict(seen: Observation) -> dict[str, Any]:
-        return {"candidates": seen.rows, "context": seen.context, "mask": seen.mask}
+    Observation, action, reward and end are those of `RouteSelectionEnv`; the cost of a build is
+    its measured seconds over `mean_seconds`. Timing is not deterministic, and the environment is
+    registered so.
+
+    Args:
+        catalog: The knobs.
+        routes: Candidate routes.
+        surrogate: What is believed; fitted to a table without this model.
+        features: Model features.
+        evaluate: Gives the outcome of a route, e.g. `Session.outcome`.
+        budget: Builds an episode.
+        price: Price of an average build, in log speed-up.
+        mean_seconds: Seconds of an average build.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        routes: Sequence[Route],
+        surrogate: Surrogate,
+        features: Sequence[float],
+        evaluate: Callable[[Route], Outcome],
+        budget: int = 8,
+        price: float = 0.005,
+        mean_seconds: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self._catalog, self._routes = catalog, tuple(routes)
+        self._surrogate, self._evaluate = surrogate, evaluate
+        self._belief = surrogate.belief(features, self._routes)
+        self._budget, self._price, self._mean_seconds = budget, price, mean_seconds
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Seen, dict[str, Any]]:
+        """Begin an episode anew; what was built before is asked for again."""
+        super().reset(seed=seed)
+        limit = self._surrogate.gate.limit
+        belief = self._belief.copy()
+        budget, price, rng = self._budget, self._price, self.np_random
+        return self._start(
+            Episode(self._catalog, self._routes, belief, budget, limit, price, rng)
+        ), {"budget": budget}
+
+    def _outcome(self, route: Route) -> tuple[Outcome, float, float]:
+        outcome = self._evaluate(route)
+        seconds = outcome.build_seconds + outcome.measure_seconds
+        loss = loss_of(outcome, self._surrogate.gate.metric)
+        return outcome, loss, seconds / self._mean_seconds
 
 
 def register() -> None:
-    """Make `gymnasium.make` know the environment; importing `routepilot.env.route_env` does it."""
+    """Make `gymnasium.make` know both; importing `routepilot.env.route_env` does it."""
+    here = "routepilot.env.route_env"
     if ENV_ID not in gymnasium.registry:
-        gymnasium.register(ENV_ID, entry_point="routepilot.env.route_env:RouteSelectionEnv")
+        gymnasium.register(ENV_ID, entry_point=f"{here}:RouteSelectionEnv")
+        gymnasium.register(
+            LIVE_ENV_ID, entry_point=f"{here}:LiveRouteSelectionEnv", nondeterministic=True
+        )
 
 
 register()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.episode import CONTEXT_FEATURES, ROW_FEATURES, ROWS
 from routepilot.env.errors import InputError
-from routepilot.env.route_env import ENV_ID, Randomness, RouteSelectionEnv
+from routepilot.env.route_env import ENV_ID, LIVE_ENV_ID, Randomness, RouteSelectionEnv
 from routepilot.env.surrogate import leave_family_out
 
 TABLE = synthetic.table()
@@ -133,3 +133,31 @@ def test_teacher_prefers_the_best_row_and_stops_when_nothing_is_left_to_gain() -
     assert best < ROWS and gains[best] >= max(gains) - 0.03
     env._episode.best = env.model.oracle
     assert int(np.argmax(env.teacher(0.01))) == ROWS
+
+
+def test_live_environment_is_the_same_over_a_function() -> None:
+    replay = Replay(TABLE)
+    model = replay.model("model5")
+    surrogate = SURROGATES[model.card.family]
+    live = gymnasium.make(
+        LIVE_ENV_ID,
+        catalog=replay.catalog,
+        routes=model.routes,
+        surrogate=surrogate,
+        features=model.card.features,
+        evaluate=model.outcome,
+        budget=6,
+    )
+    assert live.spec is not None and live.spec.nondeterministic
+    recorded = make(randomness=Randomness((6, 6), (0.005, 0.005)))
+    seen, _ = live.reset(seed=4)
+    other, _ = recorded.reset(seed=4, options={"model": "model5"})
+    done, total = False, 0.0
+    while not done:
+        # Rows by chance differ; those the belief lays out are the same.
+        np.testing.assert_allclose(seen["candidates"][:9], other["candidates"][:9], atol=1e-6)
+        seen, reward, done, _, info = live.step(np.int64(0))
+        other, _, over, _, known = recorded.step(np.int64(0))
+        total += reward
+        assert (info["route"], done) == (known["route"], over)
+    assert info["log_speedup"] > 0 and total < info["log_speedup"]
