@@ -14,6 +14,9 @@ import typer
 
 from routepilot.env.errors import RoutePilotError
 
+#: Exit code after Ctrl-C.
+INTERRUPTED = 130
+
 app = typer.Typer(
     name="routepilot",
     help="Learned selection of compiler build routes: fewer builds for the same speed-up.",
@@ -332,8 +335,8 @@ def main() -> None:
     except RoutePilotError as error:
         sys.stderr.write(f"routepilot: {' '.join(str(error).split())}\n")
         raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        sys.stderr.write(
-            "routepilot: interrupted; everything so far is saved, repeat the command\n"
-        )
-        raise SystemExit(130) from None
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:  # Typer's answer to Ctrl-C, which says nothing
+            text = "interrupted; everything so far is saved, the same command goes on"
+            sys.stderr.write(f"routepilot: {text}\n")
+        raise
