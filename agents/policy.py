@@ -161,10 +161,11 @@ def save_policy(folder: Path, weights: Arrays, card: Card) -> Path:
     return path
 
 
-def load_policy(path: Path) -> LoadedPolicy:
+def load_policy(path: Path, without: tuple[str, ...] = ()) -> LoadedPolicy:
     """Load a policy and fit its surrogate to the table beside it.
 
     Args:
+        without: Families that its surrogate shall not know either.
         path: The `.safetensors` file; its card and its table are found beside it, the table also
             in a folder `tables` there or among the released ones.
 
@@ -189,7 +190,7 @@ def load_policy(path: Path) -> LoadedPolicy:
             f" {str(place)!r}; fetch both again, or train anew"
         )
     try:
-        table = load_table(place).without_families(card.held_out)
+        table = load_table(place).without_families((*card.held_out, *without))
     except TableError as error:
         raise PolicyError(f"policy {str(path)!r} cannot use its table: {error}") from None
     replay = Replay(table, Gate(metric=card.gate["metric"], limit=card.gate["limit"]))

@@ -200,14 +200,20 @@ def _sources(
     from routepilot.agents.policy import load_policy
 
     known = loaded = None
+    family = ""
     if any(name in NEEDS_TABLE for name in agents):
         known, family = without_model(load_table(find_table(table or backend)), named)
-        if family:
-            say(f"the table knows {named.model.name}: its family {family} is left out of it")
     if "ppo" in agents:
         if policy is None and backend not in released_policies():
             raise PolicyError(f"no policy is released for {backend}; give one with --policy")
         loaded = load_policy(find_policy(policy or backend))
+        card = loaded.replay.table.card(named.model.fingerprint)
+        family = card.family if card is not None else family
+        if card is not None:
+            loaded = load_policy(find_policy(policy or backend), without=(family,))
+            say(f"the policy was trained on {named.model.name}: only its surrogate can forget that")
+    if family:
+        say(f"the family {family} is left out of what agents know, since it is the model's own")
     return known, loaded
 
 

@@ -192,7 +192,7 @@ def shipped_routes_json() -> str:
 def marked(knob: Knob) -> Knob:
     """The knob with the marks that say what it is about and what to watch."""
     area = next(area for prefix, area in AREAS if knob.name.startswith(prefix))
-    marks = (area,)
+    marks: tuple[str, ...] = (area,)
     marks += ("precision",) if knob.name in PRECISION else ()
     marks += ("unsafe",) if knob.name in UNSAFE else ()
     return replace(knob, marks=marks)
