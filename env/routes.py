@@ -345,8 +345,11 @@ class Expression:
 
 
 def sweep_expression(catalog: Catalog) -> Expression:
-    """The expression that varies every knob of the catalog which lists two values or more."""
-    terms = tuple((k.name, k.values) for k in catalog.knobs if k.alternatives)
+    """The expression that varies every knob which lists a value other than its default.
+
+    A default outside the list is swept too, or the full product would never hold it.
+    """
+    terms = tuple((k.name, k.all_values) for k in catalog.knobs if k.alternatives)
     return Expression(terms, frozenset(name for name, _ in terms))
 
 

@@ -1,106 +1,94 @@
 """The record store: every outcome on disk the moment it is known, in one SQLite file.
 
-Owns the database: schema, transactions, migration. Knows no backend and no agent. Write-ahead
-logging lets several processes share a file; a kill loses at most the build in flight.
+Owns the database schema, its migrations and what is refused. Knows no compiler and no agent.
+
+Several processes may write one store (write-ahead log, busy timeout). Each `add` is one
+transaction, so a kill loses at most the build in flight. A store is used by the thread that
+opened it; other threads open their own.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from routepilot.env import forms
 from routepilot.env.backends.base import Target
-from routepilot.env.errors import TableError
-from routepilot.env.outcomes import Measurement, Outcome, Status
+from routepilot.env.errors import MachineError, RouteError, TableError
+from routepilot.env.outcomes import Outcome
 from routepilot.env.records import ModelCard, Record, RouteTable
-from routepilot.env.routes import Catalog, Knob, Requirement, Route
+from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
 
-#: Version of the schema below, kept in `PRAGMA user_version`.
-SCHEMA_VERSION = 1
+#: Marks an SQLite file as ours ("RPLT").
+APPLICATION_ID = 0x52504C54
 
-#: From version i to i + 1: statements that bring an older file up to date.
-MIGRATIONS: tuple[str, ...] = (
-    """
-    CREATE TABLE targets (key TEXT PRIMARY KEY, target TEXT NOT NULL, catalog TEXT NOT NULL);
-    CREATE TABLE models (fingerprint TEXT PRIMARY KEY, card TEXT NOT NULL);
-    CREATE TABLE records (
-        fingerprint TEXT NOT NULL, target_key TEXT NOT NULL, route TEXT NOT NULL,
-        repeat INTEGER NOT NULL, status TEXT NOT NULL, reason TEXT NOT NULL,
-        log_speedup REAL, low REAL, high REAL, latency_ms REAL, default_latency_ms REAL,
-        rounds INTEGER, spread REAL, losses TEXT NOT NULL,
-        build_seconds REAL NOT NULL, measure_seconds REAL NOT NULL,
-        engine_hash TEXT NOT NULL, created REAL NOT NULL,
-        PRIMARY KEY (fingerprint, target_key, route, repeat)
-    );
-    """,
-)
-
-#: Seconds to wait for another process that is writing.
+#: How long a writer waits for another process.
 BUSY_SECONDS = 30.0
 
-_MEASURED = tuple(Measurement.__dataclass_fields__)
+#: Statements that lift version i to i + 1; the newest version is the number of entries. Entries
+#: are never edited once released, only added.
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        "CREATE TABLE targets (key TEXT PRIMARY KEY, target TEXT NOT NULL, catalog TEXT NOT NULL)",
+        "CREATE TABLE models (fingerprint TEXT PRIMARY KEY, card TEXT NOT NULL)",
+        """CREATE TABLE records (
+            fingerprint TEXT NOT NULL,
+            target_key TEXT NOT NULL REFERENCES targets (key),
+            repeat INTEGER NOT NULL,
+            created REAL NOT NULL,
+            route TEXT NOT NULL,
+            status TEXT NOT NULL,
+            reason TEXT NOT NULL,
+            log_speedup REAL,
+            low REAL,
+            high REAL,
+            latency_ms REAL,
+            default_latency_ms REAL,
+            rounds INTEGER,
+            spread REAL,
+            losses TEXT NOT NULL,
+            build_seconds REAL NOT NULL,
+            measure_seconds REAL NOT NULL,
+            engine_hash TEXT NOT NULL,
+            UNIQUE (fingerprint, target_key, route, repeat)
+        )""",
+    ),
+)
 
+SCHEMA_VERSION = len(MIGRATIONS)
 
-def pack_catalog(catalog: Catalog) -> dict[str, Any]:
-    """A catalog as plain data."""
-    return {
-        "name": catalog.name,
-        "version": catalog.version,
-        "knobs": [asdict(knob) for knob in catalog.knobs],
-        "requirements": [asdict(rule) for rule in catalog.requirements],
-    }
-
-
-def unpack_catalog(data: Mapping[str, Any]) -> Catalog:
-    """The catalog that `pack_catalog` was given."""
-    knobs = tuple(
-        Knob(**{**k, "values": tuple(k["values"]), "marks": tuple(k["marks"])})
-        for k in data["knobs"]
-    )
-    rules = tuple(
-        Requirement(**{**r, "parent_values": tuple(r["parent_values"])})
-        for r in data["requirements"]
-    )
-    return Catalog(data["name"], data["version"], knobs, rules)
-
-
-def pack_losses(losses: Mapping[str, float]) -> str:
-    """Losses as JSON; NaN and infinities survive as strings."""
-    return json.dumps({name: repr(float(value)) for name, value in losses.items()})
-
-
-def unpack_losses(text: str) -> dict[str, float]:
-    """The losses that `pack_losses` was given."""
-    return {name: float(value) for name, value in json.loads(text).items()}
+_COLUMNS = ("fingerprint", "target_key", "repeat", "created", *forms.OUTCOME_COLUMNS)
+_INSERT = (
+    f"INTO records ({', '.join(_COLUMNS)}) VALUES ({', '.join(':' + name for name in _COLUMNS)})"
+)
 
 
 class RecordStore:
-    """Outcomes by model and target in one SQLite file.
+    """Models, targets and records in one SQLite file.
 
     Args:
-        path: The file; made if absent.
+        path: The file; made when it is not there, in a folder that is.
 
     Raises:
-        TableError: The file is not ours, damaged, newer than this version, or cannot be written.
+        TableError: Not ours, damaged, of a newer schema, or in a place that cannot be written.
+        MachineError: The disk is full or faulty. Every method may raise these two.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._base = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
-            self._base.execute("PRAGMA journal_mode=WAL")
-            self._base.execute("PRAGMA synchronous=NORMAL")
-            self._migrate()
-        except sqlite3.Error as error:
-            raise TableError(
-                f"record store {str(path)!r} cannot be opened ({error}); name another file, or"
-                " move this one away"
-            ) from None
+        self.path = Path(path)
+        with self._faults():
+            self._db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
+            try:
+                self._prepare()
+            except BaseException:
+                self._db.close()
+                raise
 
     def __enter__(self) -> RecordStore:
         return self
@@ -114,162 +102,281 @@ class RecordStore:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
-        self._base.close()
-
-    def add_model(self, card: ModelCard) -> None:
-        """Keep a model's card; a newer card of the same model replaces it."""
-        self._write(
-            "INSERT OR REPLACE INTO models VALUES (?, ?)",
-            (card.fingerprint, json.dumps(asdict(card))),
-        )
+        """Close the file; nothing is pending."""
+        self._db.close()
 
     def add_target(self, target: Target, catalog: Catalog) -> None:
-        """Keep a target with its catalog."""
-        packed = (target.key, json.dumps(asdict(target)), json.dumps(pack_catalog(catalog)))
-        self._write("INSERT OR IGNORE INTO targets VALUES (?, ?, ?)", packed)
+        """Make a target known, with the catalog its routes are of."""
+        self._write([self._target_statement(target, catalog, "REPLACE")])
+
+    def add_model(self, card: ModelCard) -> None:
+        """Keep a model's card; a newer card replaces the older."""
+        self._write([self._model_statement(card, "REPLACE")])
 
     def add(self, record: Record) -> None:
-        """Keep an outcome, in a transaction of its own."""
-        outcome = record.outcome
-        measured = outcome.measurement
-        figures = [getattr(measured, name) if measured else None for name in _MEASURED]
-        self._write(
-            f"INSERT OR REPLACE INTO records VALUES ({', '.join('?' * 18)})",
-            (
-                record.fingerprint,
-                record.target_key,
-                str(outcome.route),
-                record.repeat,
-                outcome.status.value,
-                outcome.reason,
-                *figures,
-                pack_losses(outcome.losses),
-                outcome.build_seconds,
-                outcome.measure_seconds,
-                outcome.engine_hash,
-                record.created,
-            ),
-        )
+        """Keep a record; one of the same model, target, route and repeat is replaced.
+
+        Raises:
+            TableError: The record's target was never added.
+        """
+        with self._faults():
+            try:
+                self._db.execute(f"INSERT OR REPLACE {_INSERT}", _row(record))
+            except sqlite3.IntegrityError:
+                raise TableError(
+                    f"a record of target {record.target_key!r} does not belong into record store"
+                    f" {str(self.path)!r}, which knows {', '.join(self._keys()) or 'no target'};"
+                    " add the target first"
+                ) from None
+
+    def put_table(self, table: RouteTable) -> None:
+        """Add a route table; what is in the store stays, and a second import changes nothing."""
+        key = table.target.key
+        statements = [self._target_statement(table.target, table.catalog, "IGNORE")]
+        statements += [self._model_statement(card, "IGNORE") for card in table.models]
+        for fingerprint, routes in table.outcomes.items():
+            for outcomes in routes.values():
+                for repeat, outcome in enumerate(outcomes):
+                    row = _row(Record(fingerprint, key, outcome, repeat))
+                    statements.append((f"INSERT OR IGNORE {_INSERT}", row))
+        self._write(statements)
 
     def outcomes(self, fingerprint: str, target_key: str) -> dict[Route, tuple[Outcome, ...]]:
-        """Outcomes of a model on a target: route -> first build, then repeats."""
-        rows = self._base.execute(
-            "SELECT route, status, reason, log_speedup, low, high, latency_ms, default_latency_ms,"
-            " rounds, spread, losses, build_seconds, measure_seconds, engine_hash FROM records"
-            " WHERE fingerprint = ? AND target_key = ? ORDER BY created, route, repeat",
-            (fingerprint, target_key),
-        )
-        found: dict[Route, tuple[Outcome, ...]] = {}
-        for row in rows:
-            outcome = _outcome(row)
-            found[outcome.route] = (*found.get(outcome.route, ()), outcome)
-        return found
+        """What is on record for one model on one target: route -> outcomes, by repeat."""
+        with self._faults():
+            return self._read(target_key, fingerprint).get(fingerprint, {})
 
-    def models(self) -> list[ModelCard]:
-        """Cards of all models."""
-        rows = self._base.execute("SELECT card FROM models ORDER BY fingerprint")
-        return [_card(json.loads(text)) for (text,) in rows]
+    def models(self) -> tuple[ModelCard, ...]:
+        """The card of every model, in the order they came."""
+        with self._faults():
+            rows = self._db.execute("SELECT card FROM models ORDER BY rowid")
+            return tuple(forms.card_from_json(json.loads(card)) for (card,) in rows)
 
-    def targets(self) -> dict[str, tuple[Target, Catalog]]:
-        """Targets and their catalogs by key."""
-        rows = self._base.execute("SELECT key, target, catalog FROM targets ORDER BY key")
-        return {
-            key: (Target(**json.loads(target)), unpack_catalog(json.loads(catalog)))
-            for key, target, catalog in rows
-        }
+    def targets(self) -> tuple[Target, ...]:
+        """Every target, in the order they came."""
+        with self._faults():
+            rows = self._db.execute("SELECT target FROM targets ORDER BY rowid")
+            return tuple(forms.target_from_json(json.loads(target)) for (target,) in rows)
 
-    def count(self) -> int:
-        """How many records there are."""
-        (number,) = self._base.execute("SELECT COUNT(*) FROM records").fetchone()
-        return int(number)
+    def count(self, fingerprint: str | None = None, target_key: str | None = None) -> int:
+        """Number of records, of one model or on one target when named."""
+        with self._faults():
+            (found,) = self._db.execute(
+                "SELECT count(*) FROM records WHERE fingerprint = ifnull(?, fingerprint)"
+                " AND target_key = ifnull(?, target_key)",
+                (fingerprint, target_key),
+            ).fetchone()
+        return int(found)
+
+    def other_targets(self, target: Target) -> list[Target]:
+        """Targets of the same backend under which there are records, `target` left out."""
+        return [
+            other
+            for other in self.targets()
+            if other.backend == target.backend
+            and other.key != target.key
+            and self.count(target_key=other.key)
+        ]
+
+    def require_target(self, target: Target) -> None:
+        """Refuse a store that holds this backend's records of another target.
+
+        Raises:
+            TableError: It does; the message names the first difference.
+        """
+        for other in self.other_targets(target):
+            raise TableError(
+                f"record store {str(self.path)!r} holds records of another target:"
+                f" {target.difference(other)}; use another store for this target"
+            )
 
     def table(
         self, target_key: str | None = None, manifest: Mapping[str, object] | None = None
     ) -> RouteTable:
-        """Everything about one target as a route table.
+        """The route table of one target: every model with a card and a record.
+
+        A card's default latency is taken from the target's own default route, because one model
+        may have been measured on several targets.
 
         Args:
-            target_key: Which target; may be None when there is one alone.
-            manifest: Manifest of the table.
+            target_key: `Target.key`; may be left out when only one target has records.
+            manifest: What the table says of its making.
 
         Raises:
-            TableError: No such target, or none named and several there.
+            TableError: No such target, or several and none was named; the message lists them.
         """
+        target = self._choose(target_key)
+        with self._faults():
+            (catalog,) = self._db.execute(
+                "SELECT catalog FROM targets WHERE key = ?", (target.key,)
+            ).fetchone()
+            outcomes = self._read(target.key)
+            cards = [
+                _with_latency(card, outcomes[card.fingerprint])
+                for card in self.models()
+                if card.fingerprint in outcomes
+            ]
+            return RouteTable(
+                forms.catalog_from_json(json.loads(catalog)),
+                target,
+                tuple(cards),
+                {card.fingerprint: outcomes[card.fingerprint] for card in cards},
+                dict(manifest or {}),
+            )
+
+    def _choose(self, target_key: str | None) -> Target:
         targets = self.targets()
         if target_key is None:
-            if len(targets) != 1:
-                held = "; ".join(
-                    f"{key} ({t.backend} on {t.device})" for key, (t, _) in targets.items()
-                )
-                raise TableError(
-                    f"record store {str(self._path)!r} holds {len(targets)} targets"
-                    f" ({held or 'none'}); name one"
-                )
-            (target_key,) = targets
-        if target_key not in targets:
-            raise TableError(f"record store {str(self._path)!r} holds no target {target_key!r}")
-        target, catalog = targets[target_key]
-        outcomes = {c.fingerprint: self.outcomes(c.fingerprint, target_key) for c in self.models()}
-        outcomes = {fingerprint: found for fingerprint, found in outcomes.items() if found}
-        models = tuple(c for c in self.models() if c.fingerprint in outcomes)
-        return RouteTable(catalog, target, models, outcomes, dict(manifest or {}))
+            fits = [t for t in targets if self.count(target_key=t.key)] or list(targets)
+        else:
+            fits = [t for t in targets if t.key == target_key]
+        if len(fits) == 1:
+            return fits[0]
+        listed = "; ".join(f"{t.key} ({t.backend} on {t.device})" for t in targets)
+        asked = "no target was named" if target_key is None else f"{target_key!r} is not among them"
+        raise TableError(
+            f"record store {str(self.path)!r} holds {len(targets)} targets and {asked}; choose one"
+            f" of: {listed or 'none yet, collect first'}"
+        )
 
-    def put_table(self, table: RouteTable) -> None:
-        """Take over a table's records; what is there already stays as it is."""
-        self.add_target(table.target, table.catalog)
-        for card in table.models:
-            self.add_model(card)
-        for fingerprint, routes in table.outcomes.items():
-            there = self.outcomes(fingerprint, table.target.key)
-            for route, outcomes in routes.items():
-                for repeat, outcome in enumerate(outcomes):
-                    if repeat >= len(there.get(route, ())):
-                        self.add(Record(fingerprint, table.target.key, outcome, repeat))
+    def _read(
+        self, target_key: str, fingerprint: str | None = None
+    ) -> dict[str, dict[Route, tuple[Outcome, ...]]]:
+        cursor = self._db.execute(
+            f"SELECT {', '.join(_COLUMNS)} FROM records WHERE target_key = ?"
+            " AND fingerprint = ifnull(?, fingerprint) ORDER BY repeat, rowid",
+            (target_key, fingerprint),
+        )
+        routes: dict[str, Route] = {}
+        found: dict[str, dict[Route, tuple[Outcome, ...]]] = {}
+        for values in cursor:
+            row = dict(zip(_COLUMNS, values, strict=True))
+            text = row["route"]
+            route = routes[text] if text in routes else routes.setdefault(text, Route.read(text))
+            row["losses"] = forms.losses_from_json(row["losses"])
+            if row["rounds"] is not None:
+                # SQLite keeps a NaN as NULL.
+                for name in forms.MEASUREMENT_COLUMNS:
+                    row[name] = float("nan") if row[name] is None else row[name]
+            mine = found.setdefault(row["fingerprint"], {})
+            mine[route] = (*mine.get(route, ()), forms.unflatten(row, route))
+        return found
 
-    def _write(self, statement: str, values: tuple[Any, ...]) -> None:
+    def _keys(self) -> list[str]:
+        return [key for (key,) in self._db.execute("SELECT key FROM targets ORDER BY rowid")]
+
+    @staticmethod
+    def _target_statement(target: Target, catalog: Catalog, clash: str) -> tuple[str, Any]:
+        known = json.dumps(forms.target_json(target))
+        knobs = json.dumps(forms.catalog_json(catalog))
+        # An update in place: replacing the row would take it from under its records.
+        action = "UPDATE SET catalog = excluded.catalog" if clash == "REPLACE" else "NOTHING"
+        statement = f"INSERT INTO targets VALUES (?, ?, ?) ON CONFLICT (key) DO {action}"
+        return statement, (target.key, known, knobs)
+
+    @staticmethod
+    def _model_statement(card: ModelCard, clash: str) -> tuple[str, Any]:
+        action = "UPDATE SET card = excluded.card" if clash == "REPLACE" else "NOTHING"
+        statement = f"INSERT INTO models VALUES (?, ?) ON CONFLICT (fingerprint) DO {action}"
+        return statement, (card.fingerprint, json.dumps(forms.card_json(card)))
+
+    def _write(self, statements: Iterable[tuple[str, Any]]) -> None:
+        """Run the statements as one transaction."""
+        with self._faults():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                for statement, values in statements:
+                    self._db.execute(statement, values)
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def _prepare(self) -> None:
+        self._db.execute("PRAGMA foreign_keys = ON")
+        if self._version() == SCHEMA_VERSION and self._pragma("journal_mode") == "wal":
+            return
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("BEGIN IMMEDIATE")
         try:
-            self._base.execute(statement, values)
-        except sqlite3.Error as error:
-            raise TableError(
-                f"record store {str(self._path)!r} cannot be written ({error}); free space or"
-                " repair the permissions, then repeat the command"
-            ) from None
-
-    def _migrate(self) -> None:
-        self._base.execute("BEGIN IMMEDIATE")  # two processes must not both bring it up to date
-        try:
-            (version,) = self._base.execute("PRAGMA user_version").fetchone()
-            if version > SCHEMA_VERSION:
-                raise TableError(
-                    f"record store {str(self._path)!r} has schema {version} and this version reads"
-                    f" up to {SCHEMA_VERSION}; upgrade routepilot"
-                )
-            for statements in MIGRATIONS[version:]:
-                for statement in filter(str.strip, statements.split(";")):
-                    self._base.execute(statement)
-            self._base.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            self._base.execute("COMMIT")
+            # Another process may have been first: look again now that the file is ours.
+            for migration in MIGRATIONS[self._version() :]:
+                for statement in migration:
+                    self._db.execute(statement)
+            self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            self._db.execute("COMMIT")
         except BaseException:
-            self._base.execute("ROLLBACK")
-            self._base.close()
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
             raise
 
+    def _version(self) -> int:
+        """The file's schema version; 0 for a new file."""
+        owner, version = self._pragma("application_id"), self._pragma("user_version")
+        tables = {name for (name,) in self._db.execute("SELECT name FROM sqlite_master")}
+        # The first stores carry our tables but not our mark.
+        ours = owner == APPLICATION_ID or {"records", "models", "targets"} <= tables
+        if not ours and (owner or version or tables):
+            raise TableError(
+                f"{str(self.path)!r} is a database of another program, not a record store; name"
+                " another file"
+            )
+        if version > SCHEMA_VERSION:
+            raise TableError(
+                f"record store {str(self.path)!r} has schema {version}, this RoutePilot reads up to"
+                f" {SCHEMA_VERSION}; use a newer RoutePilot or another file"
+            )
+        return int(version)
 
-def _outcome(row: tuple[Any, ...]) -> Outcome:
-    route, status, reason, *rest = row
-    figures, (losses, build_seconds, measure_seconds, engine_hash) = rest[:7], rest[7:]
-    return Outcome(
-        Route.read(route),
-        Status(status),
-        reason,
-        Measurement(*figures) if figures[0] is not None else None,
-        unpack_losses(losses),
-        build_seconds,
-        measure_seconds,
-        engine_hash,
-    )
+    def _pragma(self, name: str) -> Any:
+        return self._db.execute(f"PRAGMA {name}").fetchone()[0]
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Turn what SQLite says into one line."""
+        try:
+            yield
+        except sqlite3.ProgrammingError:
+            raise  # a mistake in our code, not in the file
+        except sqlite3.Error as error:
+            raise _fault(self.path, str(error)) from None
+        except (ValueError, KeyError, TypeError, RouteError) as error:
+            raise _fault(self.path, f"malformed: {error}") from None
 
 
-def _card(data: Mapping[str, Any]) -> ModelCard:
-    return ModelCard(**{**data, "features": tuple(data["features"])})
+def _fault(path: Path, text: str) -> MachineError | TableError:
+    store, text = f"record store {str(path)!r}", " ".join(text.split())
+    if "full" in text or "disk I/O" in text:
+        return MachineError(
+            f"{store} cannot be written ({text}); free space and repeat the command"
+        )
+    if "locked" in text or "busy" in text:
+        return TableError(
+            f"{store} is held by another process for over {BUSY_SECONDS:.0f} s ({text}); end that"
+            " process or name another store"
+        )
+    if "unable to open" in text or "readonly" in text:
+        return TableError(
+            f"{store} cannot be opened for writing ({text}); name a file in a folder that exists"
+            " and can be written"
+        )
+    return TableError(f"{store} is damaged or not one ({text}); move it away or name another file")
+
+
+def _row(record: Record) -> dict[str, Any]:
+    flat = forms.flatten(record.outcome)
+    return {
+        **flat,
+        "losses": forms.losses_json(flat["losses"]),
+        "fingerprint": record.fingerprint,
+        "target_key": record.target_key,
+        "repeat": record.repeat,
+        "created": float(record.created),
+    }
+
+
+def _with_latency(card: ModelCard, outcomes: Mapping[Route, tuple[Outcome, ...]]) -> ModelCard:
+    timed = next((o.measurement for o in outcomes.get(DEFAULT_ROUTE, ()) if o.measurement), None)
+    return card if timed is None else replace(card, default_latency_ms=timed.latency_ms)

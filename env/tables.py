@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from routepilot.env import forms
 from routepilot.env.accuracy import Gate, regate
-from routepilot.env.backends.base import Target
 from routepilot.env.backends.recorded import settled
 from routepilot.env.errors import TableError
 from routepilot.env.features import FEATURE_NAMES
-from routepilot.env.outcomes import Measurement, Outcome, Status
+from routepilot.env.outcomes import Outcome, Status
 from routepilot.env.records import ModelCard, RouteTable
 from routepilot.env.routes import DEFAULT_ROUTE, Route
-from routepilot.env.store import pack_catalog, pack_losses, unpack_catalog, unpack_losses
 
 #: Version of the format; a file of another version is refused.
 SCHEMA_VERSION = 1
@@ -55,8 +54,6 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
     ("engine_hash", "string", "hash of the optimized graph and settings; empty: nothing was built"),
 )
 
-_MEASURED = tuple(Measurement.__dataclass_fields__)
-
 
 def save_table(table: RouteTable, path: Path) -> None:
     """Write a table as a Parquet file, whole or not at all.
@@ -75,9 +72,9 @@ def save_table(table: RouteTable, path: Path) -> None:
     ]
     description = {
         "schema": SCHEMA_VERSION,
-        "catalog": pack_catalog(table.catalog),
-        "target": asdict(table.target),
-        "models": [asdict(card) for card in table.models],
+        "catalog": forms.catalog_json(table.catalog),
+        "target": forms.target_json(table.target),
+        "models": [forms.card_json(card) for card in table.models],
         "features": list(FEATURE_NAMES),
         "manifest": dict(table.manifest),
     }
@@ -177,7 +174,7 @@ def describe_table(table: RouteTable, gate: Gate) -> dict[str, Any]:
     build = measure = 0.0
     for card in table.models:
         best, best_route, feasible, count = 0.0, DEFAULT_ROUTE, 0, 0
-        for route, outcomes in table.outcomes[card.fingerprint].items():
+        for route, outcomes in table.outcomes.get(card.fingerprint, {}).items():
             outcome = regate(settled(outcomes), gate)
             statuses[outcome.status.value] = statuses.get(outcome.status.value, 0) + 1
             if outcome.status is not Status.OK:
@@ -223,46 +220,24 @@ def describe_table(table: RouteTable, gate: Gate) -> dict[str, Any]:
 
 
 def _row(fingerprint: str, repeat: int, outcome: Outcome) -> dict[str, Any]:
-    measured = outcome.measurement
-    return {
-        "fingerprint": fingerprint,
-        "route": str(outcome.route),
-        "repeat": repeat,
-        "status": outcome.status.value,
-        "reason": outcome.reason,
-        **{name: getattr(measured, name) if measured else None for name in _MEASURED},
-        "losses": pack_losses(outcome.losses),
-        "build_seconds": outcome.build_seconds,
-        "measure_seconds": outcome.measure_seconds,
-        "engine_hash": outcome.engine_hash,
-    }
+    flat = forms.flatten(outcome)
+    losses = forms.losses_json(flat["losses"])
+    return {**flat, "fingerprint": fingerprint, "repeat": repeat, "losses": losses}
 
 
 def _table(description: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> RouteTable:
     outcomes: dict[str, dict[Route, tuple[Outcome, ...]]] = {}
     for row in rows:
-        timed = row["log_speedup"] is not None
-        outcome = Outcome(
-            Route.read(row["route"]),
-            Status(row["status"]),
-            row["reason"],
-            Measurement(**{name: row[name] for name in _MEASURED}) if timed else None,
-            unpack_losses(row["losses"]),
-            row["build_seconds"],
-            row["measure_seconds"],
-            row["engine_hash"],
-        )
+        flat = {**row, "losses": forms.losses_from_json(row["losses"])}
+        outcome = forms.unflatten(flat, Route.read(row["route"]))
         mine = outcomes.setdefault(row["fingerprint"], {})
         mine[outcome.route] = (*mine.get(outcome.route, ()), outcome)
     if tuple(description["features"]) != FEATURE_NAMES:
         raise ValueError("its model features are those of another version")
-    models = tuple(
-        ModelCard(**{**card, "features": tuple(card["features"])}) for card in description["models"]
-    )
     return RouteTable(
-        unpack_catalog(description["catalog"]),
-        Target(**description["target"]),
-        models,
+        forms.catalog_from_json(description["catalog"]),
+        forms.target_from_json(description["target"]),
+        tuple(forms.card_from_json(card) for card in description["models"]),
         outcomes,
         description["manifest"],
     )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from routepilot.env.accuracy import Gate, regate
 from routepilot.env.outcomes import Measurement, Outcome
 from routepilot.env.records import ModelCard, RouteTable
-from routepilot.env.routes import Catalog, Route
+from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
 
 Floats = NDArray[np.float64]
 
@@ -89,7 +89,7 @@ class ModelReplay:
 
 
 class Replay:
-    """A route table judged by one gate.
+    """A route table judged by one gate; models without a default route on record are left out.
 
     Args:
         table: The table.
@@ -99,7 +99,10 @@ class Replay:
     def __init__(self, table: RouteTable, gate: Gate | None = None) -> None:
         self.table = table
         self.gate = gate or Gate()
-        self.models = tuple(self._model(card) for card in table.models)
+        measured = [
+            c for c in table.models if DEFAULT_ROUTE in table.outcomes.get(c.fingerprint, {})
+        ]
+        self.models = tuple(self._model(card) for card in measured)
 
     @property
     def catalog(self) -> Catalog:
@@ -131,7 +134,7 @@ class Replay:
 
     def _model(self, card: ModelCard) -> ModelReplay:
         recorded = self.table.outcomes[card.fingerprint]
-        default = next(o[0] for r, o in recorded.items() if r.is_default)
+        default = recorded[DEFAULT_ROUTE][0]
         routes = tuple(route for route in recorded if not route.is_default)
         outcomes = tuple(regate(settled(recorded[route]), self.gate) for route in routes)
         measured = [o.measurement for o in outcomes]

@@ -13,17 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routepilot.env.errors import TableError
+from routepilot.env.forms import losses_from_json, losses_json
 from routepilot.env.outcomes import Measurement, Outcome, Status
 from routepilot.env.records import Record
 from routepilot.env.routes import Route
-from routepilot.env.store import RecordStore, pack_losses, unpack_losses
+from routepilot.env.store import APPLICATION_ID, RecordStore
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=64)
 
 
 @given(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False)))
 def test_losses_round_trip(losses: dict[str, float]) -> None:
-    assert unpack_losses(pack_losses(losses)) == losses
+    assert losses_from_json(losses_json(losses)) == losses
 
 
 @given(st.lists(FLOATS, min_size=7, max_size=7), st.text(max_size=40), st.sampled_from(Status))
@@ -34,11 +35,13 @@ def test_outcomes_round_trip(
     measured = Measurement(*figures[:5], rounds=7, spread=figures[5])
     kept = Outcome(route, status, reason, measured, {"rel_l2": figures[6]}, 1.5, 2.5, "hash")
     path = tmp_path_factory.mktemp("store") / "s.sqlite"
+    key = synthetic.TARGET.key
     with RecordStore(path) as store:
-        store.add(Record("f", "t", kept))
-        store.add(Record("f", "t", replace(kept, measurement=None), repeat=1))
+        store.add_target(synthetic.TARGET, synthetic.CATALOG)
+        store.add(Record("f", key, kept))
+        store.add(Record("f", key, replace(kept, measurement=None), repeat=1))
     with RecordStore(path) as store:
-        assert store.outcomes("f", "t")[route] == (kept, replace(kept, measurement=None))
+        assert store.outcomes("f", key)[route] == (kept, replace(kept, measurement=None))
         assert store.outcomes("f", "other") == {}
 
 
@@ -64,11 +67,20 @@ def test_two_targets_are_not_mixed(tmp_path: Path) -> None:
         assert store.table(other.target.key).target.device == "another"
 
 
+def test_a_record_of_an_unknown_target_is_refused(tmp_path: Path) -> None:
+    with (
+        RecordStore(tmp_path / "s.sqlite") as store,
+        pytest.raises(TableError, match="add the target first"),
+    ):
+        store.add(Record("f", "t", Outcome(Route(), Status.OK)))
+
+
 def _write(path: Path, number: int) -> None:
     with RecordStore(path) as store:
+        store.add_target(synthetic.TARGET, synthetic.CATALOG)
         for i in range(40):
             route = Route((("-n", f"{number}-{i}"),))
-            store.add(Record("f", "t", Outcome(route, Status.OK)))
+            store.add(Record("f", synthetic.TARGET.key, Outcome(route, Status.OK)))
 
 
 def test_several_processes_share_a_store(tmp_path: Path) -> None:
@@ -91,8 +103,9 @@ def test_files_that_are_not_ours_are_refused(tmp_path: Path) -> None:
         RecordStore(noise)
     newer = tmp_path / "newer.sqlite"
     with sqlite3.connect(newer) as base:
+        base.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         base.execute("PRAGMA user_version = 99")
-    with pytest.raises(TableError, match="schema 99"):
+    with pytest.raises(TableError, match="99"):
         RecordStore(newer)
-    with pytest.raises(TableError, match="cannot be opened"):
+    with pytest.raises(TableError, match=r"folder\.sqlite"):
         RecordStore(tmp_path / "no" / "folder.sqlite")
