@@ -328,7 +328,7 @@ def demo(
 
 def main() -> None:
     """Entry point: run a verb, turn our errors into one line and an exit code."""
-    from routepilot.training import cli_corpus, cli_learning  # noqa: F401  (they add verbs)
+    from routepilot.training import cli_corpus, cli_learning, cli_nvidia  # noqa: F401  (add verbs)
 
     try:
         app(standalone_mode=True)

@@ -111,10 +111,14 @@ class Steps:
         else:
             say(f"[{number}/{self._total}] {text}")
 
-
-def print_mapping(title: str, data: Mapping[str, object]) -> None:
-    """Print names and values, one a line."""
-    print_table(title, ("name", "value"), [(k, v) for k, v in data.items()])
+    def quietly(self, number: int, total: int) -> None:
+        """Move the bar alone; without a terminal, say so at every tenth of the way."""
+        if self._quiet:
+            return
+        if self._live:
+            self._bar.update(self._task, completed=number, total=total)
+        elif number == total or number % max(total // 10, 1) == 0:
+            say(f"[{number}/{total}]")
 
 
 def print_comparison(title: str, rows: Mapping[str, AgentResult]) -> None:
