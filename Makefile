@@ -25,9 +25,12 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m routepilot.training.bench
+	$(BIN)/routepilot zoo export -o runs/zoo --names silero_vad,bert,tcn
+	$(BIN)/python -m routepilot.training.aa_study --repeats 30 --models runs/zoo/*
 
 evidence: $(VENV)/.dev
-	$(BIN)/routepilot evaluate --table cpu --out runs/evidence
+	$(BIN)/routepilot evaluate --table cpu --out runs/evidence --workers 2 --seeds 2 \
+		--agents fast,mixed,random,tpe,gp,best-on-average,knn,coreset,two-way-gp,ppo
 
 zoo: $(VENV)/.zoo
 	$(BIN)/routepilot zoo check

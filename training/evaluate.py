@@ -123,8 +123,10 @@ def traces(
         for name in agents:
             factory = _factory(name, known, (policies or {}).get(family))
             for model in replay.only_families((family,)):
+                # A seed of its own for each model, or one lucky draw would serve them all.
+                place = replay.models.index(replay.model(model.card.fingerprint))
                 found[name][model.card.name] = [
-                    trace(factory, replay, model, seed) for seed in seeds
+                    trace(factory, replay, model, 1000 * place + seed) for seed in seeds
                 ]
     return found
 

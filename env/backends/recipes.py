@@ -103,7 +103,7 @@ def transform(
     Raises:
         Exception: Whatever the tools raise; the caller turns it into a build failure.
     """
-    kept = _Kept(workdir, scratch, _key(model))
+    kept = KeptSteps(workdir, scratch, file_key(model))
     start = Transformed(model.path, 0.0)
     stem = ""
     if fuse:
@@ -113,7 +113,7 @@ def transform(
         return start
     # Quantisers want constants folded and normalisations merged first, or scales land on tensors
     # that the engine never sees. If they then find nothing to do, the file before that is given.
-    folded = kept.step(f"{stem}folded", start, start, _fold)
+    folded = kept.step(f"{stem}folded", start, start, fold_constants)
 
     def make(source: Path, out: Path) -> None:
         _quantize(source, out, quantize, weights, model.selection())
@@ -121,7 +121,7 @@ def transform(
     return kept.step(f"{stem}{quantize}-{weights}", folded, start, make)
 
 
-def _key(model: Model) -> str:
+def file_key(model: Model) -> str:
     """What besides its name decides a recipe's file: the model, its input sets, the tools."""
     import onnxruntime
 
@@ -130,7 +130,7 @@ def _key(model: Model) -> str:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class KeptSteps:
     """Steps kept as files `NAME-KEY.onnx`, each with a note of its seconds."""
 
     workdir: Path
@@ -208,7 +208,7 @@ def _contents(path: Path) -> tuple[list[str], list[str]]:
     )
 
 
-def _is_split(path: Path) -> bool:
+def is_split(path: Path) -> bool:
     """True when the weights lie beside the file, because protobuf ends at 2 GB."""
     return path.with_name(f"{path.name}.data").is_file()
 
@@ -223,7 +223,7 @@ def _session(path: Path, level: str, out: Path | None = None) -> Any:
     options.log_severity_level = 4
     if out is not None:
         options.optimized_model_filepath = str(out)
-        if _is_split(path):
+        if is_split(path):
             entry = "session.optimized_model_external_initializers_"
             options.add_session_config_entry(f"{entry}file_name", f"{out.name}.data")
             options.add_session_config_entry(f"{entry}min_size_in_bytes", "1024")
@@ -236,7 +236,7 @@ def _session(path: Path, level: str, out: Path | None = None) -> Any:
     )
 
 
-def _fold(source: Path, out: Path) -> None:
+def fold_constants(source: Path, out: Path) -> None:
     _session(source, "ORT_ENABLE_BASIC", out)
 
 
@@ -247,7 +247,7 @@ def _fuse(source: Path, out: Path) -> None:
     fused = optimizer.optimize_model(
         str(source), model_type="bert", num_heads=0, hidden_size=0, opt_level=0, use_gpu=False
     )
-    fused.save_model_to_file(str(out), use_external_data_format=_is_split(source))
+    fused.save_model_to_file(str(out), use_external_data_format=is_split(source))
 
 
 def _quantize(
@@ -257,9 +257,9 @@ def _quantize(
 
     proto = onnx.load(str(source))
     if recipe.startswith("dynamic"):
-        _quantize_dynamic(proto, out, recipe == "dynamic_channel", weights, _is_split(source))
+        _quantize_dynamic(proto, out, recipe == "dynamic_channel", weights, is_split(source))
     elif recipe == "weights8":
-        _quantize_weights(proto, out, _is_split(source))
+        _quantize_weights(proto, out, is_split(source))
     else:
         _quantize_static(source, proto, out, recipe, weights, inputs)
 
@@ -312,7 +312,7 @@ def _quantize_static(
 
     known = sorted({*QLinearOpsRegistry, *QDQRegistry})
     operators = list(_OPERATORS.get(recipe, known))
-    ranges = _ranges(source, out.with_name("calibration.onnx"), operators, inputs)
+    ranges = tensor_ranges(source, out.with_name("calibration.onnx"), operators, inputs)
     per_channel = recipe not in ("static_tensor", "qoperator")
     stored = q.QuantType.QUInt8 if weights == "u8" else q.QuantType.QInt8
     spared = weights == "s7"
@@ -324,10 +324,12 @@ def _quantize_static(
     else:
         quantizer = QDQQuantizer(proto, per_channel, spared, *types, *which)
     quantizer.quantize_model()
-    quantizer.model.save_model_to_file(str(out), _is_split(source))
+    quantizer.model.save_model_to_file(str(out), is_split(source))
 
 
-def _ranges(source: Path, augmented: Path, operators: list[str], inputs: Sequence[Tensors]) -> Any:
+def tensor_ranges(
+    source: Path, augmented: Path, operators: list[str], inputs: Sequence[Tensors]
+) -> Any:
     """Least and greatest value of every tensor over the input sets."""
     from onnxruntime.quantization.calibrate import CalibrationDataReader, MinMaxCalibrater
 
@@ -347,7 +349,7 @@ def _ranges(source: Path, augmented: Path, operators: list[str], inputs: Sequenc
             self.infer_session = _session(augmented, "ORT_DISABLE_ALL")
 
     calibrater = Calibrater(
-        source, operators, str(augmented), use_external_data_format=_is_split(source)
+        source, operators, str(augmented), use_external_data_format=is_split(source)
     )
     calibrater.augment_graph()
     calibrater.create_inference_session()
