@@ -237,6 +237,7 @@ def _session(path: Path, level: str, out: Path | None = None) -> Any:
 
 
 def fold_constants(source: Path, out: Path) -> None:
+    """Write the graph with constants folded and normalisations merged, still in float."""
     _session(source, "ORT_ENABLE_BASIC", out)
 
 
