@@ -1,15 +1,22 @@
-"""Made input sets: what a model gets when the user gives none.
+"""Input sets: read from files, held against the model's inputs, or made up.
 
 Owns the ranges and distributions by type and by what an input feeds. Knows no engine.
 """
 
 from __future__ import annotations
 
+import hashlib
+import zipfile
+import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from routepilot.env.errors import ModelError
 
 if TYPE_CHECKING:
     import onnx
@@ -23,35 +30,84 @@ SELECTION_SETS, CONFIRMATION_SETS = 4, 1
 SMALL_INTEGER = 4
 
 
-class Spec(Protocol):
-    """Name, dtype and shape of an input."""
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, numpy dtype name and fixed shape of an input or output."""
 
-    @property
-    def name(self) -> str:
-        """Input name."""
-        ...
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
 
-    @property
-    def dtype(self) -> str:
-        """Numpy dtype name."""
-        ...
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Fixed shape."""
-        ...
+def read_input_sets(paths: Sequence[Path]) -> list[InputSet]:
+    """Read one input set from each `.npz` file; `prepare` holds them against the model.
+
+    Raises:
+        ModelError: A file cannot be read as arrays.
+    """
+    return [read_npz(path) for path in paths]
+
+
+def read_npz(path: Path) -> InputSet:
+    """Read the arrays of one `.npz` file.
+
+    Raises:
+        ModelError: It cannot be read as arrays.
+    """
+    try:
+        data = np.load(path, allow_pickle=False)
+        if isinstance(data, np.ndarray):
+            raise ValueError("it holds one array without a name")
+        with data:
+            return {name: data[name] for name in data.files}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        words = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"input set {str(path)!r} cannot be read ({words}); give an .npz file of plain arrays"
+        ) from None
+
+
+def check_set(one: InputSet, specs: Sequence[TensorSpec]) -> None:
+    """Hold an input set against the model's inputs.
+
+    Raises:
+        ModelError: A name, dtype or shape does not fit.
+    """
+    names = [spec.name for spec in specs]
+    for name in one:
+        if name not in names:
+            raise ModelError(f"an input set holds {name!r}; the inputs are {', '.join(names)}")
+    for spec in specs:
+        if spec.name not in one:
+            raise ModelError(f"an input set lacks {spec.name!r}; the inputs are {', '.join(names)}")
+        array = one[spec.name]
+        if array.shape != spec.shape or array.dtype.name != spec.dtype:
+            raise ModelError(
+                f"input {spec.name!r} is {array.dtype.name} {array.shape} in an input set;"
+                f" the model takes {spec.dtype} {spec.shape}"
+            )
+
+
+def hash_sets(sets: Sequence[InputSet]) -> str:
+    """Hash over names, dtypes, shapes and values, in the order of the sets."""
+    digest = hashlib.sha256()
+    for one in sets:
+        for name in sorted(one):
+            digest.update(f"{name}|{one[name].dtype}|{one[name].shape}|".encode())
+            digest.update(np.ascontiguousarray(one[name]).tobytes())
+    return digest.hexdigest()
 
 
 def generate(
-    proto: onnx.ModelProto, specs: Sequence[Spec], seed: int, count: int
+    proto: onnx.ModelProto, specs: Sequence[TensorSpec], seed: int, count: int
 ) -> list[InputSet]:
     """Make input sets by type, shape and seed.
 
-    Floats are drawn from N(0, 1); integers that index a table stay inside it; masks are ones;
-    other integers are below 4.
+    Floats are drawn from N(0, 1); integers that index a table stay inside it; masks and booleans
+    are ones (a mask that hides everything gives NaN); other integers are below 4.
 
     Args:
-        proto: The graph, to see what integer inputs index.
+        proto: The graph with inferred shapes, to see what integer inputs index.
         specs: Inputs.
         seed: Seed; set i depends on seed and i alone.
         count: How many sets.
@@ -64,28 +120,33 @@ def generate(
     return sets
 
 
-def _values(spec: Spec, limit: int | None, rng: np.random.Generator) -> NDArray[np.generic]:
+def _values(spec: TensorSpec, limit: int | None, rng: np.random.Generator) -> NDArray[np.generic]:
     dtype = np.dtype(spec.dtype)
     if dtype.kind == "b" or "mask" in spec.name.lower():
         return np.ones(spec.shape, dtype)
     if dtype.kind in "iu":
-        return rng.integers(0, limit or SMALL_INTEGER, spec.shape).astype(dtype)
-    return rng.standard_normal(spec.shape).astype(dtype)
+        top = min(limit or SMALL_INTEGER, int(np.iinfo(dtype).max) + 1)
+        return np.asarray(rng.integers(0, top, spec.shape)).astype(dtype)
+    return np.asarray(rng.standard_normal(spec.shape)).astype(dtype)
 
 
 def index_limit(proto: onnx.ModelProto, name: str) -> int | None:
-    """Rows of the table that an integer input indexes, or None when it indexes none.
+    """Length of the axis that an integer input indexes, or None when it indexes none.
 
     Follows the input through operators that keep values (Cast, Reshape, Slice ...).
     """
-    rows = {tensor.name: tensor.dims[0] for tensor in proto.graph.initializer if tensor.dims}
+    shapes = {tensor.name: list(tensor.dims) for tensor in proto.graph.initializer}
+    for value in (*proto.graph.input, *proto.graph.value_info):
+        shapes[value.name] = [d.dim_value for d in value.type.tensor_type.shape.dim]
     keeps = {"Cast", "Reshape", "Squeeze", "Unsqueeze", "Slice", "Split", "Transpose", "Identity"}
-    keeps |= {"Flatten", "Gather"}
+    keeps |= {"Flatten", "Gather", "Expand", "Concat"}
     known, found = {name}, []
     for node in proto.graph.node:
         if node.op_type == "Gather" and len(node.input) > 1 and node.input[1] in known:
-            if node.input[0] in rows:
-                found.append(int(rows[node.input[0]]))
+            axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+            table = shapes.get(node.input[0], [])
+            if -len(table) <= axis < len(table) and table[axis] > 0:  # 0 means unknown
+                found.append(int(table[axis]))
         elif node.op_type in keeps and node.input and node.input[0] in known:
             known.update(node.output)
     return min(found) if found else None

@@ -141,3 +141,97 @@ def test_rounding_errors_know_outlier_channels() -> None:
 def test_a_model_without_weights_has_finite_features() -> None:
     proto = model([helper.make_node("Relu", ["x"], ["y"])], {"x": [1]}, {})
     assert all(math.isfinite(v) for v in graph_features(proto))
+
+
+def test_a_recurrent_layer_may_leave_out_its_sequence() -> None:
+    node = helper.make_node("LSTM", ["x", "w", "r"], ["", "y"], hidden_size=7)
+    proto = model([node], {"x": [11, 2, 5]}, {"w": weight(1, 28, 5), "r": weight(1, 28, 7)})
+    (work,) = count(proto.graph).work
+    assert work.flops == 2 * 11 * 2 * 28 * 12
+    assert features(proto)["unknown_shapes"] == 0
+
+
+def test_convolutions_that_are_quantised_already() -> None:
+    names = ["x", "xs", "xz", "w", "ws", "wz", "ys", "yz"]
+    scales = {name: np.float32(0.1) for name in ("xs", "ws", "ys")}
+    zeros = {name: np.uint8(3) for name in ("xz", "yz")} | {"wz": np.int8(0)}
+    proto = model(
+        [
+            helper.make_node("QuantizeLinear", ["f", "xs", "xz"], ["x"]),
+            helper.make_node("QLinearConv", names, ["q"]),
+            helper.make_node("DequantizeLinear", ["q", "ys", "yz"], ["y"]),
+        ],
+        {"f": [1, 3, 8, 8]},
+        {**scales, **zeros, "w": np.ones((4, 3, 3, 3), np.int8)},
+    )
+    heavy = [w for w in count(proto.graph).work if w.kind]
+    assert [(w.kind, w.flops, w.parameters) for w in heavy] == [
+        ("conv_full", 2 * 4 * 36 * 27, 4 * 27)
+    ]
+    found = features(proto)
+    assert found["nodes_quantized"] == 1.0
+    assert found["integer_weights"] == pytest.approx(1.0)
+
+
+def test_dilated_and_one_dimensional_convolutions() -> None:
+    proto = model(
+        [
+            helper.make_node("Conv", ["x", "a"], ["h"], dilations=[4], pads=[4, 4]),
+            helper.make_node("Conv", ["h", "b"], ["y"], pads=[1, 1]),
+        ],
+        {"x": [1, 2, 100]},
+        {"a": weight(6, 2, 3), "b": weight(6, 6, 3)},
+    )
+    wide, plain = 2 * 6 * 100 * 6, 2 * 6 * 100 * 18
+    assert [w.flops for w in count(proto.graph).work] == [wide, plain]
+    found = features(proto)
+    assert found["flops_conv_1d"] == 1.0
+    assert found["dilated"] == pytest.approx(wide / (wide + plain))
+
+
+def test_depth_and_branching_of_a_diamond() -> None:
+    proto = model(
+        [
+            helper.make_node("Relu", ["x"], ["a"]),
+            helper.make_node("Sigmoid", ["a"], ["b"]),
+            helper.make_node("Tanh", ["b"], ["c"]),
+            helper.make_node("Add", ["a", "c"], ["y"]),
+        ],
+        {"x": [2, 3]},
+        {},
+    )
+    found = features(proto)
+    assert found["log_depth"] == pytest.approx(math.log10(4))
+    assert found["branching"] == pytest.approx(1 / 3)  # `a` of `a`, `b`, `c`
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([[1e200, -1e-200], [1.0, 1.0]]),
+        np.array([[1e-310, 0.0], [0.0, 0.0]]),
+        np.array([[np.inf, 1.0], [0.0, np.nan]]),
+        np.zeros((2, 2)),
+        np.full((2, 2), 0.5),
+    ],
+    ids=["huge", "denormal", "not finite", "zeros", "constant"],
+)
+def test_odd_weights_have_finite_features(array: np.ndarray) -> None:
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    proto = model([node], {"x": [1, 2]}, {"w": array.astype(np.float64)})
+    proto.graph.input[0].type.tensor_type.elem_type = TensorProto.DOUBLE
+    assert all(math.isfinite(v) for v in graph_features(proto))
+
+
+def test_operators_without_a_known_shape_are_told() -> None:
+    proto = model(
+        [
+            helper.make_node("NonZero", ["x"], ["n"]),
+            helper.make_node("Cast", ["n"], ["y"], to=TensorProto.FLOAT),
+        ],
+        {"x": [3, 3]},
+        {},
+    )
+    found = features(proto)
+    assert found["unknown_shapes"] == 1.0
+    assert found["log_flops"] == 0.0
