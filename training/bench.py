@@ -45,10 +45,11 @@ def help_seconds() -> str:
 
 def environment_steps() -> str:
     """Environment steps a second on the recorded backend, one core, everything on."""
+    from routepilot.env.route_env import RouteSelectionEnv
     from routepilot.training.train import steps_per_second
 
-    table = load_table(find_table("cpu"))
-    return spread([steps_per_second(table) for _ in range(REPEATS)], "steps/s")
+    env = RouteSelectionEnv(load_table(find_table("cpu")))
+    return spread([steps_per_second(env) for _ in range(REPEATS)], "steps/s")
 
 
 def tune_cost() -> tuple[str, str]:
