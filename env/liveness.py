@@ -6,7 +6,8 @@ rule knobs out. Compiles with TensorRT-RTX; knows no agent, no timing and no rou
 What it proves: a change that leaves the engine byte-identical does nothing to this model in this
 compiler. What it does not: TensorRT-RTX chooses kernels at run time, so knobs of tactics (`-cask*`,
 `-tactic:*`) and of attention kernels (`-mha_fusion:v2:*`) can look inert there and matter to
-TensorRT on a data-centre GPU.
+TensorRT on a data-centre GPU. Engines of a model with several outputs are compared up to the
+order in which the compiler lists the outputs, which it changes at will.
 """
 
 from __future__ import annotations

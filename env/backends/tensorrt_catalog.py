@@ -101,36 +101,36 @@ LEVER_KNOBS: tuple[Knob, ...] = (
         "-builder_optimization_level",
         ("0", "1", "2", "3", "4", "5"),
         "3",
-        "how long the builder searches: 0 takes the first tactic that works, 5 compares most",
+        "How long the builder searches: 0 takes the first tactic that works, 5 compares most.",
         ("lever",),
     ),
     Knob(
         "-tiling_optimization_level",
         ("none", "fast", "moderate", "full"),
         "none",
-        "how hard the builder tries to tile layers through the L2 cache",
+        "How hard the builder tries to tile layers through the L2 cache.",
         ("lever",),
     ),
     Knob(
         "-max_num_tactics",
         ("auto", "8", "32", "128"),
         "auto",
-        "how many tactics are timed for a layer",
+        "How many tactics are timed for a layer.",
         ("lever",),
     ),
     Knob(
         "-max_aux_streams",
         ("auto", "0", "1", "3"),
         "auto",
-        "how many auxiliary streams an engine may use",
+        "How many auxiliary streams an engine may use.",
         ("lever",),
     ),
-    Knob("-tf32", ("on", "off"), "on", "TF32 for float32 products", ("lever", "precision")),
+    Knob("-tf32", ("on", "off"), "on", "TF32 for float32 products.", ("lever", "precision")),
     Knob(
         "-sparse_weights",
         ("off", "on"),
         "off",
-        "kernels for 2:4 sparse weights may be chosen",
+        "Kernels for 2:4 sparse weights may be chosen.",
         ("lever", "precision"),
     ),
 )
@@ -143,7 +143,7 @@ PRECISION_KNOB = Knob(
     "-precision",
     ("model", "fp16", "bf16", "int8"),
     "model",
-    "precision of the ONNX file: as given, float16 or bfloat16 body, or explicit int8 Q/DQ",
+    "Precision of the ONNX file: as given, float16 or bfloat16 body, or explicit int8 Q/DQ.",
     ("precision", "variant"),
 )
 
@@ -190,12 +190,13 @@ def shipped_routes_json() -> str:
 
 
 def marked(knob: Knob) -> Knob:
-    """The knob with the marks that say what it is about and what to watch."""
+    """The knob with its help as a sentence and marks that say what to watch."""
     area = next(area for prefix, area in AREAS if knob.name.startswith(prefix))
     marks: tuple[str, ...] = (area,)
     marks += ("precision",) if knob.name in PRECISION else ()
     marks += ("unsafe",) if knob.name in UNSAFE else ()
-    return replace(knob, marks=marks)
+    text = knob.help.strip().rstrip(".")
+    return replace(knob, help=f"{text[:1].upper()}{text[1:]}.", marks=marks)
 
 
 def requirements(knobs: Iterable[Knob]) -> Iterator[Requirement]:

@@ -1,19 +1,15 @@
 """One compile by TensorRT or TensorRT-RTX in this process: parse, configure, build, hear it out.
 
-Owns every call to the modules `tensorrt` and `tensorrt_rtx` that makes an engine's bytes, and what
-the compiler says meanwhile: logger, error recorder, and the lines its libraries print past both.
-Knows routes only as strings; no catalog, no model folder, no timing.
+Owns every call to the modules `tensorrt` and `tensorrt_rtx` that makes an engine's bytes. Knows
+routes only as strings; no catalog, no model folder, no timing.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import importlib
 import os
 import re
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from routepilot.env.backends.base import BuildFailure
+from routepilot.env.backends.tensorrt_ear import Ear, captured_output
 from routepilot.env.errors import InputError, MachineError, MissingExtraError, ModelError
 from routepilot.env.outcomes import Status
 
@@ -96,99 +93,6 @@ def find_module(backend: str) -> ModuleType:
 def version_numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version string."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:4])
-
-
-@contextmanager
-def captured_output() -> Iterator[list[str]]:
-    """Collect the lines that libraries print to stdout and stderr, past Python.
-
-    The list is filled when the block ends; the lines are then written to the real stderr too, each
-    once, so that a log file holds them.
-    """
-    lines: list[str] = []
-    libc = ctypes.CDLL(None)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
-    with tempfile.TemporaryFile() as sink:
-        os.dup2(sink.fileno(), 1)
-        os.dup2(sink.fileno(), 2)
-        try:
-            yield lines
-        finally:
-            libc.fflush(None)
-            for descriptor, copy in zip((1, 2), kept, strict=True):
-                os.dup2(copy, descriptor)
-                os.close(copy)
-            sink.seek(0)
-            lines += sink.read().decode(errors="replace").splitlines()
-    if lines:
-        print("\n".join(dict.fromkeys(lines)), file=sys.stderr, flush=True)
-
-
-class Ear:
-    """Listens to one builder: its log lines and its error recorder.
-
-    Args:
-        trt: The compiler's module.
-
-    Attributes:
-        logger: For the builder and the parser.
-        recorder: For whatever has an `error_recorder`.
-        lines: `(severity name, text)` since the last `clear`.
-    """
-
-    def __init__(self, trt: Any) -> None:
-        self.lines: list[tuple[str, str]] = []
-        ear = self
-
-        class Logger(trt.ILogger):  # type: ignore[misc]
-            def __init__(self) -> None:
-                trt.ILogger.__init__(self)
-
-            def log(self, severity: Any, msg: str) -> None:
-                ear.lines.append((severity.name, msg))
-
-        class Recorder(trt.IErrorRecorder):  # type: ignore[misc]
-            def __init__(self) -> None:
-                trt.IErrorRecorder.__init__(self)
-                self.errors: list[tuple[Any, str]] = []
-
-            def num_errors(self) -> int:
-                return len(self.errors)
-
-            def get_error_code(self, index: int) -> Any:
-                return self.errors[index][0]
-
-            def get_error_desc(self, index: int) -> str:
-                return self.errors[index][1]
-
-            def has_overflowed(self) -> bool:
-                return False
-
-            def clear(self) -> None:
-                self.errors.clear()
-
-            def report_error(self, code: Any, desc: str) -> bool:
-                self.errors.append((code, desc))
-                return True
-
-        self.logger, self.recorder = Logger(), Recorder()
-
-    def clear(self) -> None:
-        """Forget what was heard."""
-        self.lines.clear()
-        self.recorder.clear()
-
-    def errors(self) -> str:
-        """The errors heard, each once, on one line; empty if there were none."""
-        said = [text for severity, text in self.lines if "ERROR" in severity]
-        said += [desc for _, desc in self.recorder.errors]
-        kept: list[str] = []
-        for text in (" ".join(s.split()) for s in said):
-            if not any(text in other or other in text for other in kept):
-                kept.append(text)
-        return "; ".join(kept)
 
 
 def _flag(name: str) -> Callable[[Any, Any, str], None]:
@@ -349,13 +253,19 @@ class Compiler:
                 "a route goes through build_route or through __LUNOWUD, not through both, since"
                 " which one wins is not published; choose channel=build_route or channel=lunowud"
             )
+        return self.compile_both(network, build_route, flags, levers or {})
+
+    def compile_both(
+        self, network: Network, build_route: str, flags: str, levers: Mapping[str, str]
+    ) -> Plan | BuildFailure:
+        """`compile` that lets both channels through, for `doctor` to see which one wins."""
         self._ear.clear()
         config = self._builder.create_builder_config()
         if build_route:
             refusal = self._set_build_route(config, build_route)
             if refusal:
                 return BuildFailure(Status.REFUSED, refusal)
-        monitor = self._configure(config, network, levers or {})
+        monitor = self._configure(config, network, levers)
         with _flags_set(flags), captured_output() as printed:
             # Only here: a network made under a recorder ends the process when it is freed
             # (TensorRT-RTX 1.7.1).
@@ -377,9 +287,15 @@ class Compiler:
         warnings = ("no log line says that the build route is in use",) if silent else ()
         return Plan(data, hashlib.sha256(data).hexdigest(), warnings)
 
+    def read_back(self, route: str) -> str:
+        """What `build_route` reads after a route was set on a fresh configuration."""
+        config = self._builder.create_builder_config()
+        config.build_route = route
+        return str(config.build_route)
+
     def _set_build_route(self, config: Any, route: str) -> str:
         """Set, read back, compare: the setter neither raises nor returns. Empty when it took."""
-        if not hasattr(type(config), "build_route"):
+        if not hasattr(self.trt.IBuilderConfig, "build_route"):
             return f"TensorRT {self.version} has no build_route; it came with TensorRT 11.1"
         config.build_route = route
         got = str(config.build_route)
