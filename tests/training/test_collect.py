@@ -46,7 +46,7 @@ def test_collection_resumes_where_it_stopped(tiny: Model, tmp_path: Path) -> Non
             SessionConfig(),
             plan,
             tmp_path / "work",
-            repeats=Repeats(controls=2, best=2),
+            repeats=Repeats(controls=2),
             on_progress=heard.append,
             should_stop=lambda: sum(p.outcome is not None for p in heard) >= stop_after,
         )
