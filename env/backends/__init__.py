@@ -16,6 +16,8 @@ BACKENDS = {
     "cpu": "ONNX Runtime and OpenVINO on the CPU, one catalog",
     "onnxruntime": "ONNX Runtime on the CPU alone",
     "openvino": "OpenVINO on the CPU alone",
+    "tensorrt": "TensorRT's build routes, builder levers and precisions; needs an NVIDIA GPU",
+    "tensorrt_rtx": "TensorRT-RTX, whose compiler needs no GPU; experimental",
 }
 
 
@@ -40,6 +42,10 @@ def load_backend(name: str, options: Mapping[str, str] | None = None) -> Backend
         return made
     if name not in BACKENDS:
         raise InputError(f"backend {name!r} does not exist; there is: {', '.join(BACKENDS)}")
+    if name.startswith("tensorrt"):
+        from routepilot.env.backends.tensorrt import TensorRtBackend
+
+        return TensorRtBackend(name, options)
     from routepilot.env.backends.cpu import CpuBackend
 
     return CpuBackend(name, options or {})

@@ -1,0 +1,195 @@
+"""The ONNX file in other precisions, as TensorRT wants them.
+
+Owns casts to float16 and bfloat16 with their ranges checked, and explicit int8 Q/DQ calibrated on
+the selection inputs. In TensorRT 11 every network is typed by its file, so precision is chosen
+here. Knows no builder and no accuracy gate. The steps are kept as those of `recipes.py` are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routepilot.env.backends.base import Tensors
+from routepilot.env.backends.recipes import (
+    KeptSteps,
+    Transformed,
+    file_key,
+    fold_constants,
+    is_split,
+    tensor_ranges,
+)
+
+if TYPE_CHECKING:
+    import onnx
+
+    from routepilot.env.models import Model
+
+#: A node that sees greater magnitudes on the selection inputs stays in float32. Half of float16's
+#: greatest number (65504), since other inputs can reach further than those seen.
+GREATEST = 32752.0
+
+#: Operators that get explicit int8; the rest stays in float.
+INT8_OPERATORS = ("Conv", "MatMul", "Gemm")
+
+#: What TensorRT asks of Q/DQ: zero points of 0, float biases, a pair of its own for each reader,
+#: pairs on weights, and none behind the operator (the fused kernel gives float).
+INT8_OPTIONS = {
+    "ActivationSymmetric": True,
+    "WeightSymmetric": True,
+    "QuantizeBias": False,
+    "AddQDQPairToWeight": True,
+    "DedicatedQDQPair": True,
+    "OpTypesToExcludeOutputQuantization": list(INT8_OPERATORS),
+}
+
+
+def variant(model: Model, precision: str, workdir: Path, scratch: Path) -> Transformed:
+    """The model's file in a precision, made or found made.
+
+    Args:
+        model: Prepared model; its selection input sets calibrate.
+        precision: A value of `tensorrt_catalog.PRECISION_KNOB`.
+        workdir: Folder that keeps the files.
+        scratch: Folder for what is thrown away, on the same file system.
+
+    Raises:
+        Exception: Whatever the tools raise; the caller turns it into a build failure.
+    """
+    start = Transformed(model.path, 0.0)
+    if precision == "model":
+        return start
+    kept = KeptSteps(workdir, scratch, file_key(model))
+    inputs = model.selection()
+    if precision == "int8":
+        # Scales must not land on tensors that a folded normalisation removes.
+        start = kept.step("folded", start, start, fold_constants)
+        return kept.step("trt-int8", start, start, partial(_quantize, inputs=inputs))
+    half = partial(_halve, inputs=inputs, brain=precision == "bf16")
+    return kept.step(f"trt-{precision}", start, start, half)
+
+
+def _quantize(source: Path, out: Path, inputs: Sequence[Tensors]) -> None:
+    import onnx
+    from onnxruntime.quantization import QuantType
+    from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+
+    operators = list(INT8_OPERATORS)
+    ranges = tensor_ranges(source, out.with_name("calibration.onnx"), operators, inputs)
+    proto, kind = onnx.load(str(source)), QuantType.QInt8
+    which: tuple[Any, ...] = (ranges, [], [], operators, INT8_OPTIONS)
+    quantizer = QDQQuantizer(proto, True, False, kind, kind, *which)
+    quantizer.quantize_model()
+    quantizer.model.save_model_to_file(str(out), is_split(source))
+
+
+def _halve(source: Path, out: Path, inputs: Sequence[Tensors], brain: bool) -> None:
+    import onnx
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+    from onnxruntime.transformers.onnx_model import OnnxModel
+
+    proto = onnx.load(str(source))
+    taken: set[str] = set()
+    for index, node in enumerate(proto.graph.node):
+        if not node.name or node.name in taken:
+            node.name = f"{node.name or node.op_type}_{index}"
+        taken.add(node.name)
+    # bfloat16 has float32's range: nothing needs to stay behind.
+    wide = [] if brain else _out_of_range(source, proto, out.with_name("ranges.onnx"), inputs)
+    weights = {tensor.name: tensor for tensor in onnx.load(str(source)).graph.initializer}
+    done = convert_float_to_float16(
+        proto,
+        keep_io_types=True,
+        node_block_list=wide,
+        disable_shape_infer=is_split(source),
+    )
+    if brain:
+        _to_bfloat16(done.graph, weights)
+    OnnxModel(done).topological_sort()  # the tool puts its casts last
+    onnx.save(
+        done,
+        str(out),
+        save_as_external_data=is_split(source),
+        location=f"{out.name}.data",
+    )
+
+
+def _out_of_range(
+    source: Path, proto: onnx.ModelProto, scratch: Path, inputs: Sequence[Tensors]
+) -> list[str]:
+    """Names of the nodes that see magnitudes float16 could not hold."""
+    from onnx import TensorProto, numpy_helper
+
+    operators = sorted({node.op_type for node in proto.graph.node})
+    found = tensor_ranges(source, scratch, operators, inputs)
+    wide = set()
+    for name in found.keys():  # noqa: SIM118  (its own class, not a dictionary)
+        if _greatest(*found[name].range_value) > GREATEST:
+            wide.add(name)
+    for tensor in proto.graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT:
+            if _greatest(numpy_helper.to_array(tensor)) > GREATEST:
+                wide.add(tensor.name)
+    return [n.name for n in proto.graph.node if wide & {*n.input, *n.output}]
+
+
+def _greatest(*arrays: Any) -> float:
+    return max((float(np.max(np.abs(a), initial=0.0)) for a in map(np.asarray, arrays)), default=0)
+
+
+def _to_bfloat16(graph: onnx.GraphProto, weights: dict[str, onnx.TensorProto]) -> None:
+    """Turn every float16 of a converted graph into bfloat16, weights from their float32."""
+    from onnx import AttributeProto, TensorProto
+
+    for tensor in graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT16:
+            _retype(tensor, weights.get(tensor.name, tensor))
+    for node in graph.node:
+        for attribute in node.attribute:
+            for tensor in _tensors(attribute):
+                _retype(tensor, tensor)
+            subgraphs = list(attribute.graphs)
+            if (
+                attribute.type == AttributeProto.GRAPH
+            ):  # looking into an absent one makes it present
+                subgraphs.append(attribute.g)
+            for subgraph in subgraphs:
+                _to_bfloat16(subgraph, weights)
+            if attribute.name in ("to", "dtype") and attribute.i == TensorProto.FLOAT16:
+                attribute.i = TensorProto.BFLOAT16
+    for info in (*graph.input, *graph.output):
+        kind = info.type.tensor_type
+        if kind.elem_type == TensorProto.FLOAT16:
+            kind.elem_type = TensorProto.BFLOAT16
+    del graph.value_info[:]
+
+
+def _tensors(attribute: onnx.AttributeProto) -> Iterator[onnx.TensorProto]:
+    from onnx import TensorProto
+
+    for tensor in (attribute.t, *attribute.tensors):
+        if tensor.data_type == TensorProto.FLOAT16:  # an absent one has no type
+            yield tensor
+
+
+def _retype(tensor: onnx.TensorProto, source: onnx.TensorProto) -> None:
+    from onnx import TensorProto, numpy_helper
+
+    values = np.asarray(numpy_helper.to_array(source), dtype=np.float32)
+    data = bfloat16_bits(values).tobytes()
+    name, dims = tensor.name, list(tensor.dims)
+    tensor.Clear()
+    tensor.name, tensor.data_type, tensor.raw_data = name, TensorProto.BFLOAT16, data
+    tensor.dims.extend(dims)
+
+
+def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Bits of the nearest bfloat16 numbers, ties to even; finite values only."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return np.asarray(rounded >> np.uint32(16), dtype=np.uint16)

@@ -1,0 +1,335 @@
+"""What `doctor` checks of TensorRT and TensorRT-RTX: each contract, really tried, one line each.
+
+Owns the checks and the words of their results; answers what NVIDIA's documents leave open. Knows
+the compiler and the backend, no agent and no session. Works on a tiny model in under two minutes;
+without a GPU, TensorRT-RTX's compiler is checked and the rest is told to be unavailable.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from routepilot.env.accuracy import Gate, judge
+from routepilot.env.backends.base import BuildFailure, Engine
+from routepilot.env.backends.tensorrt import TensorRtBackend
+from routepilot.env.backends.tensorrt_catalog import is_build_route_knob
+from routepilot.env.backends.tensorrt_compiler import (
+    FLAGS_VARIABLE,
+    Compiler,
+    Network,
+    Plan,
+    Settings,
+    find_module,
+)
+from routepilot.env.errors import InputError, MachineError, RoutePilotError
+from routepilot.env.gpu_timing import Gpu
+from routepilot.env.outcomes import Status
+from routepilot.env.routes import DEFAULT_ROUTE
+
+if TYPE_CHECKING:
+    from routepilot.env.models import Model
+
+#: A change that was live on every model tried so far.
+LIVE = "-kgen:tiling=0"
+
+#: A knob and a value that no compiler has.
+UNKNOWN_KNOB, UNKNOWN_VALUE = "-routepilot_no_such_knob=1", "-kgen:tiling=banana"
+
+#: What a check found: status, detail, hint.
+Finding = tuple[str, str, str]
+
+_REPORT = "attach `routepilot doctor --json` to a report"
+
+
+class _Bench:
+    """What the checks share; the pieces are made when first asked for."""
+
+    def __init__(self, name: str, model: Model, workdir: Path, options: Mapping[str, str]) -> None:
+        self.name, self.model, self.workdir, self.options = name, model, workdir, dict(options)
+        self.trt = find_module(name)
+        self.backend = TensorRtBackend(name, options)
+        self.rtx = name == "tensorrt_rtx"
+        self._made: tuple[Compiler, Network] | None = None
+        self.default: Plan | None = None
+
+    def settings(self) -> Settings:
+        """Settings as the backend would make them, without a timing cache."""
+        return Settings(compute_capability=self.backend.capability)
+
+    def compiler(self) -> tuple[Compiler, Network]:
+        """A compiler and the parsed tiny model."""
+        if self._made is None:
+            compiler = Compiler(self.trt, self.settings())
+            shapes = {spec.name: spec.shape for spec in self.model.inputs}
+            self._made = compiler, compiler.parse(self.model.path, shapes)
+        return self._made
+
+    def build(self, route: str = "") -> Plan | BuildFailure:
+        """Build a route through this backend's channel."""
+        compiler, network = self.compiler()
+        if self.rtx:
+            return compiler.compile(network, flags=route)
+        return compiler.compile(network, build_route=route)
+
+    def live_route(self) -> str:
+        """One build route that should change the engine; empty when there is none."""
+        catalog = self.backend.catalog()
+        if LIVE.partition("=")[0] in catalog:
+            return LIVE
+        routes = catalog.neighbours(DEFAULT_ROUTE)
+        return next((str(r) for r in routes if all(map(is_build_route_knob, r.values))), "")
+
+
+def run_checks(
+    name: str, model: Model, workdir: Path, options: Mapping[str, str] | None = None
+) -> Iterator[dict[str, str]]:
+    """Run every check, in an order in which each rests on the earlier ones.
+
+    Args:
+        name: `tensorrt` or `tensorrt_rtx`.
+        model: A tiny prepared model.
+        workdir: Folder for intermediate files.
+        options: Backend options.
+
+    Yields:
+        `check`, `status` (`pass`, `fail` or `unavailable`), `detail`, `hint`.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        bench = _Bench(name, model, workdir, options or {})
+    except RoutePilotError as error:
+        yield _line("import", ("fail", str(error), "install what the message names"))
+        return
+    yield _line("import", ("pass", f"{bench.trt.__name__} {bench.trt.__version__}", ""))
+    for check, run in CHECKS.items():
+        yield _line(check, _guarded(partial(run, bench)))
+
+
+def _line(check: str, finding: Finding) -> dict[str, str]:
+    status, detail, hint = finding
+    return {"check": check, "status": status, "detail": detail, "hint": hint}
+
+
+def _guarded(run: Callable[[], Finding]) -> Finding:
+    try:
+        return run()
+    except RoutePilotError as error:
+        return "fail", str(error), _REPORT
+    except Exception as error:  # a compiler may raise anything; the other checks go on
+        return "fail", f"{type(error).__name__}: {' '.join(str(error).split())}", _REPORT
+
+
+def _versions(bench: _Bench) -> Finding:
+    names = ("onnx", "onnxruntime", "numpy", "cuda-bindings", "nvidia-ml-py")
+    found = []
+    for name in names:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return "pass", ", ".join(found), ""
+
+
+def _gpu(bench: _Bench) -> Finding:
+    try:
+        gpu = Gpu(int(bench.options.get("device", "0")))
+    except (MachineError, InputError) as error:
+        status = "unavailable" if bench.rtx else "fail"
+        return status, str(error), "a GPU and its driver are needed to run and time engines"
+    seen = gpu.condition()
+    state = ", ".join(f"{k} {v}" for k, v in seen.items()) or "NVML cannot be asked"
+    text = f"{gpu.name}, compute capability {gpu.capability}, driver for CUDA {gpu.driver}; {state}"
+    return "pass", text, "" if seen else "install nvidia-ml-py to notice clock drift"
+
+
+def _stray(bench: _Bench) -> Finding:
+    stray = os.environ.get(FLAGS_VARIABLE)
+    if stray is None:
+        return "pass", f"{FLAGS_VARIABLE} is not set", ""
+    hint = f"unset {FLAGS_VARIABLE}: RoutePilot clears it in its children, other programs do not"
+    return "fail", f"{FLAGS_VARIABLE}={stray} changes every build outside RoutePilot", hint
+
+
+def _catalog(bench: _Bench) -> Finding:
+    catalog = bench.backend.catalog()
+    count = sum(is_build_route_knob(k.name) for k in catalog.knobs)
+    rest = len(catalog.knobs) - count
+    source = "the shipped list" if bench.rtx else "this machine's all_build_routes"
+    text = f"{count} build-route knobs from {source}, {rest} others; {catalog.version}"
+    return ("pass", text, "") if count else ("fail", text, "use TensorRT >= 11.1 on Linux")
+
+
+def _read_back(bench: _Bench) -> Finding:
+    compiler, _ = bench.compiler()
+    if bench.rtx or not hasattr(bench.trt.IBuilderConfig, "build_route"):
+        return "unavailable", "this compiler has no build_route", ""
+    route = bench.live_route()
+    got = compiler.read_back(route)
+    text = f"set {route!r}, read {got!r}"
+    return ("pass", text, "") if got.split() == route.split() else ("fail", text, _REPORT)
+
+
+def _refusal(bench: _Bench, token: str) -> Finding:
+    """What the compiler does with a token it should not take."""
+    built = bench.build(token)
+    if isinstance(built, BuildFailure):
+        good = built.status is Status.REFUSED
+        return "pass" if good else "fail", built.reason, "" if good else _REPORT
+    hint = "RoutePilot checks values itself before it sets them, so nothing is to be done"
+    return "pass", f"{token} is taken without a word", hint
+
+
+def _build_default(bench: _Bench) -> Finding:
+    start = time.perf_counter()
+    built = bench.build()
+    if isinstance(built, BuildFailure):
+        return "fail", built.reason, _REPORT
+    bench.default = built
+    return "pass", f"{len(built.data)} bytes in {time.perf_counter() - start:.2f} s", ""
+
+
+def _build_route(bench: _Bench) -> Finding:
+    route = bench.live_route()
+    if not route:
+        return "unavailable", "the catalog has no build route", ""
+    built = bench.build(route)
+    if isinstance(built, BuildFailure):
+        return "fail", f"{route}: {built.reason}", _REPORT
+    changed = bench.default is not None and built.hash != bench.default.hash
+    text = f"{route}: the engine {'changed' if changed else 'is the default one'}"
+    if built.warnings:
+        text += f"; {'; '.join(built.warnings)}"
+    return "pass" if changed else "fail", text, "" if changed else _REPORT
+
+
+def _determinism(bench: _Bench) -> Finding:
+    built = bench.build()
+    if isinstance(built, BuildFailure) or bench.default is None:
+        return "fail", getattr(built, "reason", "no default engine"), _REPORT
+    same = built.hash == bench.default.hash
+    text = "two builds of the default are byte-identical" if same else "two builds differ"
+    return "pass", text, "" if same else "informative: route effects below the noise mean nothing"
+
+
+def _channels(bench: _Bench) -> Finding:
+    compiler, network = bench.compiler()
+    try:
+        compiler.compile(network, build_route=LIVE, flags=LIVE)
+        return "fail", "both channels at once were not refused", _REPORT
+    except InputError:
+        pass
+    if bench.rtx:
+        return "pass", "both channels at once are refused; this compiler has only one", ""
+    one, other = bench.live_route(), "-kgen:shm_vec_loads=off"
+    alone = compiler.compile(network, build_route=one)
+    flags = compiler.compile(network, flags=other)
+    both = compiler.compile_both(network, one, other, {})
+    hashes = [built.hash if isinstance(built, Plan) else "" for built in (alone, flags, both)]
+    if "" in hashes:
+        return "unavailable", "not all three engines could be built", ""
+    words = {hashes[0]: "build_route wins", hashes[1]: f"{FLAGS_VARIABLE} wins"}
+    return "pass", f"both at once: {words.get(hashes[2], 'both act')}; RoutePilot refuses it", ""
+
+
+def _accuracy(bench: _Bench) -> Finding:
+    engine = _engine(bench)
+    try:
+        outputs = [engine.run(one) for one in bench.model.selection()]
+    finally:
+        engine.close()
+    verdict = judge(outputs, bench.model.selection_reference(), Gate())
+    loss = verdict.losses.get("rel_l2", math.nan)
+    text = f"relative L2 error {loss:.2g} against ONNX Runtime in float32"
+    return ("pass", text, "") if verdict.status is Status.OK else ("fail", verdict.reason, _REPORT)
+
+
+def _timing(bench: _Bench) -> Finding:
+    inputs = bench.model.selection()[0]
+    pair = _engine(bench), _engine(bench)
+    try:
+        for engine in pair:
+            engine.time(inputs, 0.3)
+        ratios = []
+        for _ in range(8):
+            first, second = (statistics.median(e.time(inputs, 0.05)) for e in pair)
+            ratios.append(math.log(first / second))
+        notes = list(getattr(pair[0], "notes", ()))
+    finally:
+        for engine in pair:
+            engine.close()
+    ratio = statistics.median(ratios)
+    text = f"two builds of the default differ by {100 * math.expm1(ratio):.2f} %"
+    text += f" (range {100 * min(ratios):.2f} to {100 * max(ratios):.2f} %)"
+    text = "; ".join([text, *notes])
+    hint = "stop other programs on the GPU, or lock its clocks with nvidia-smi -lgc"
+    return ("pass", text, "") if abs(ratio) < 0.01 else ("fail", text, hint)
+
+
+def _timing_cache(bench: _Bench) -> Finding:
+    if bench.rtx:
+        return "unavailable", "TensorRT-RTX times nothing at build, so it has no timing cache", ""
+    path = bench.workdir / "doctor.cache"
+    shapes = {spec.name: spec.shape for spec in bench.model.inputs}
+
+    def seconds(route: str, require: bool) -> tuple[float, Plan | BuildFailure]:
+        settings = replace(bench.settings(), timing_cache=path, require_cache=require)
+        compiler = Compiler(bench.trt, settings)
+        network = compiler.parse(bench.model.path, shapes)
+        start = time.perf_counter()
+        built = compiler.compile(network, build_route=route)
+        return time.perf_counter() - start, built
+
+    cold, built = seconds("", require=False)
+    warm, again = seconds("", require=True)
+    if isinstance(built, BuildFailure) or isinstance(again, BuildFailure):
+        failed = built if isinstance(built, BuildFailure) else again
+        return "fail", getattr(failed, "reason", ""), _REPORT
+    _, other = seconds(bench.live_route(), require=True)
+    same = "byte-identical" if built.hash == again.hash else "not byte-identical"
+    keyed = "misses" if isinstance(other, BuildFailure) else "is served by"
+    text = f"cold {cold:.1f} s, from the cache {warm:.1f} s and {same}"
+    return "pass", f"{text}; a route {keyed} the default's cache", ""
+
+
+def _engine(bench: _Bench) -> Engine:
+    built = bench.backend.build(bench.model, DEFAULT_ROUTE, bench.workdir)
+    if isinstance(built, BuildFailure):
+        raise MachineError(built.reason)
+    return built
+
+
+def _needs_gpu(run: Callable[[_Bench], Finding]) -> Callable[[_Bench], Finding]:
+    def guarded(bench: _Bench) -> Finding:
+        if not bench.backend.has_gpu:
+            return "unavailable", "needs an NVIDIA GPU", ""
+        return run(bench)
+
+    return guarded
+
+
+#: Every check after the import, in order.
+CHECKS: dict[str, Callable[[Any], Finding]] = {
+    "versions": _versions,
+    "GPU and driver": _gpu,
+    "stray compiler flags": _stray,
+    "catalog": _catalog,
+    "set and read back a route": _read_back,
+    "build default": _build_default,
+    "unknown knob": partial(_refusal, token=UNKNOWN_KNOB),
+    "unknown value": partial(_refusal, token=UNKNOWN_VALUE),
+    "build a live route": _build_route,
+    "determinism": _determinism,
+    "both channels": _channels,
+    "timing cache": _timing_cache,
+    "accuracy against ONNX Runtime": _needs_gpu(_accuracy),
+    "timing A/A": _needs_gpu(_timing),
+}

@@ -1,0 +1,426 @@
+"""A fake of TensorRT's Python module and of the GPU under it. No compiler, no CUDA: a fake.
+
+Behaves as far as it is published: `build_route` drops what its setter answers, `all_build_routes`
+is JSON text filled by `create_builder_config`, a failed build gives None and says why through the
+logger alone, a build in effect logs that it uses its route. "Engines" run in ONNX Runtime, on host
+memory that stands for the device's; a value can be made to fail, or to do nothing.
+
+`install(monkeypatch, ...)` puts it in the place of the module `tensorrt` and of `Gpu`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import json
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROUTES = {
+    "tuner_version": "2.19.45",
+    "tuner_options": [
+        {"option": o, "allowed_values": f"{o}={a}", "default_value": d, "help": h}
+        for o, a, d, h in (
+            ("-conv_lowering", "[on|off]", "on", "conv-lowering phase"),
+            ("-conv_lowering:part", "[on|off]", "off", "part of it"),
+            ("-kgen:tiling", "[0|1|2]", "2", "tiling"),
+            ("-force_conv_nhwc", "[on|off]", "off", ""),
+            ("-force_conv_nchw", "[on|off]", "off", ""),
+            ("-cask_fusion:num_tactics", "int", "20", "tactics"),
+            ("-peep:max", "[1|2|...]", "0", "peephole cap"),
+            ("-cask:fp16_acc", "[on|off]", "on", "accumulate in FP16"),
+            ("-mha_fusion:v2:causal_mask", "[on|off]", "off", "assert a causal mask"),
+        )
+    ],
+}
+
+
+class Log:
+    class Severity(enum.Enum):
+        INTERNAL_ERROR = 0
+        ERROR = 1
+        WARNING = 2
+        INFO = 3
+
+
+class ILogger:
+    def log(self, severity: Any, msg: str) -> None: ...
+
+
+class IErrorRecorder: ...
+
+
+class IProgressMonitor: ...
+
+
+class ITimingCache:
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def serialize(self) -> bytes:
+        return self.data or b"cache of this device"
+
+
+class IBuilderConfig:
+    def __init__(self, module: FakeTensorRT) -> None:
+        self._module, self._route, self._cache = module, "", ITimingCache(b"")
+        self.flags: set[str] = set()
+        self.pools: dict[Any, int] = {}
+        self.profiles: list[Any] = []
+        self.progress_monitor: Any = None
+
+    @property
+    def build_route(self) -> str:
+        return self._route
+
+    @build_route.setter
+    def build_route(self, text: str) -> None:
+        options = {o["option"]: o for o in self._module.routes["tuner_options"]}
+        for token in text.split():
+            if token.partition("=")[0] not in options or token in self._module.dropped:
+                return  # false in C++, nothing in Python
+        self._route = text
+
+    @property
+    def all_build_routes(self) -> str:
+        return json.dumps(self._module.routes) if self._module.routes["tuner_options"] else ""
+
+    def set_flag(self, flag: str) -> None:
+        self.flags.add(flag)
+
+    def clear_flag(self, flag: str) -> None:
+        self.flags.discard(flag)
+
+    def set_memory_pool_limit(self, pool: Any, size: int) -> None:
+        self.pools[pool] = size
+
+    def create_timing_cache(self, data: bytes) -> ITimingCache | None:
+        return ITimingCache(data)
+
+    def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
+        self._cache = cache
+        return cache.data in (b"", b"cache of this device") or ignore_mismatch
+
+    def get_timing_cache(self) -> ITimingCache:
+        return self._cache
+
+    def add_optimization_profile(self, profile: Any) -> int:
+        self.profiles.append(profile)
+        return 0
+
+
+class FakeTensorRT(types.ModuleType):
+    """The module.
+
+    Attributes:
+        routes: What `all_build_routes` lists; emptied it is a Windows build.
+        dropped: Tokens the setter does not take, in silence.
+        broken: Tokens with which no engine can be built -> what the log says.
+        inert: Tokens that change nothing.
+        seconds: How long a build takes.
+        silent: Do not log that a route is in use.
+        built: Configurations that were built, in order.
+    """
+
+    ILogger, IErrorRecorder, IProgressMonitor = ILogger, IErrorRecorder, IProgressMonitor
+    BuilderFlag = types.SimpleNamespace(
+        TF32="TF32",
+        SPARSE_WEIGHTS="SPARSE_WEIGHTS",
+        EDITABLE_TIMING_CACHE="EDITABLE_TIMING_CACHE",
+        ERROR_ON_TIMING_CACHE_MISS="ERROR_ON_TIMING_CACHE_MISS",
+    )
+    TilingOptimizationLevel = types.SimpleNamespace(NONE=0, FAST=1, MODERATE=2, FULL=3)
+    MemoryPoolType = types.SimpleNamespace(WORKSPACE="WORKSPACE")
+    NetworkDefinitionCreationFlag = types.SimpleNamespace(STRONGLY_TYPED=0)
+    TensorIOMode = types.SimpleNamespace(INPUT="in", OUTPUT="out")
+
+    def __init__(self, version: str = "11.1.0.106") -> None:
+        super().__init__("tensorrt")
+        self.__version__ = version
+        self.routes: dict[str, Any] = json.loads(json.dumps(ROUTES))
+        self.dropped: set[str] = set()
+        self.broken: dict[str, str] = {}
+        self.inert: set[str] = set()
+        self.seconds = 0.0
+        self.silent = False
+        self.built: list[IBuilderConfig] = []
+        old = tuple(map(int, version.split(".")[:2])) < (11, 1)
+        self.IBuilderConfig = _WithoutRoutes if old else IBuilderConfig
+
+    def Builder(self, logger: ILogger) -> Builder:  # noqa: N802
+        return Builder(self, logger)
+
+    def OnnxParser(self, network: Any, logger: ILogger) -> Parser:  # noqa: N802
+        return Parser(network, logger)
+
+    def Runtime(self, logger: ILogger) -> Runtime:  # noqa: N802
+        return Runtime(self, logger)
+
+    @staticmethod
+    def nptype(kind: np.dtype[Any]) -> np.dtype[Any]:
+        return kind
+
+
+class _WithoutRoutes:
+    """The class before 11.1, which has neither property."""
+
+
+class Tensor:
+    def __init__(self, info: Any) -> None:
+        self.name = info.name
+        dims = info.type.tensor_type.shape.dim
+        self.shape = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in dims)
+
+
+class NetworkDefinition:
+    def __init__(self, flags: int) -> None:
+        self.flags, self.name, self.path = flags, "", ""
+        self.tensors: list[Tensor] = []
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self.tensors)
+
+    def get_input(self, index: int) -> Tensor:
+        return self.tensors[index]
+
+
+class ParserError:
+    def __init__(self, node: str, operator: str, text: str) -> None:
+        self._node, self._operator, self._text = node, operator, text
+
+    def node_name(self) -> str:
+        return self._node
+
+    def node_operator(self) -> str:
+        return self._operator
+
+    def desc(self) -> str:
+        return self._text
+
+
+class Parser:
+    """Refuses every operator `If`, and bfloat16 casts, which ONNX Runtime cannot run here."""
+
+    def __init__(self, network: NetworkDefinition, logger: ILogger) -> None:
+        self._network, self._errors = network, []
+
+    def parse_from_file(self, path: str) -> bool:
+        import onnx
+
+        graph = onnx.load(path, load_external_data=False).graph
+        bad = [
+            n
+            for n in graph.node
+            if n.op_type == "If" or any(a.i == onnx.TensorProto.BFLOAT16 for a in n.attribute)
+        ]
+        self._errors = [ParserError(n.name, n.op_type, "not\nsupported") for n in bad]
+        self._network.path = path
+        self._network.tensors = [Tensor(i) for i in graph.input]
+        return not bad
+
+    @property
+    def num_errors(self) -> int:
+        return len(self._errors)
+
+    def get_error(self, index: int) -> ParserError:
+        return self._errors[index]
+
+
+class Profile:
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[Any, ...]] = {}
+
+    def set_shape(self, name: str, low: Any, best: Any, high: Any) -> None:
+        self.shapes[name] = (low, best, high)
+
+
+class Builder:
+    def __init__(self, module: FakeTensorRT, logger: ILogger) -> None:
+        self._module, self._logger, self.error_recorder = module, logger, None
+
+    def create_builder_config(self) -> IBuilderConfig:
+        return IBuilderConfig(self._module)
+
+    def create_network(self, flags: int) -> NetworkDefinition:
+        return NetworkDefinition(flags)
+
+    def create_optimization_profile(self) -> Profile:
+        return Profile()
+
+    def build_serialized_network(
+        self, network: NetworkDefinition, config: IBuilderConfig
+    ) -> bytes | None:
+        self._module.built.append(config)
+        tokens = config._route.split()
+        if tokens and not self._module.silent:
+            text = f"[TuningBuildRoute] Using build route: {config._route}"
+            self._logger.log(Log.Severity.INFO, text)
+        end = time.monotonic() + self._module.seconds
+        while time.monotonic() < end:
+            time.sleep(0.005)
+            monitor = config.progress_monitor
+            if monitor is not None and not monitor.step_complete("build", 1):
+                return None
+        for token in tokens:
+            if token in self._module.broken:
+                self._logger.log(Log.Severity.ERROR, self._module.broken[token])
+                return None
+        acting = sorted(set(tokens) - self._module.inert)
+        levers = {
+            n: str(v)
+            for n, v in vars(config).items()
+            if n.startswith(("builder_", "tiling_", "max_"))
+        }
+        plan = {"path": network.path, "route": acting, "levers": levers}
+        return json.dumps({**plan, "flags": sorted(config.flags)}).encode()
+
+
+class Runtime:
+    def __init__(self, module: FakeTensorRT, logger: ILogger) -> None:
+        self._module, self._logger = module, logger
+
+    def deserialize_cuda_engine(self, data: bytes) -> Engine | None:
+        try:
+            return Engine(json.loads(data)["path"])
+        except (ValueError, KeyError):
+            self._logger.log(Log.Severity.ERROR, "Magic tag does not match")
+            return None
+
+
+class Engine:
+    def __init__(self, path: str) -> None:
+        import onnxruntime
+
+        self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        self._inputs = {i.name: i for i in self._session.get_inputs()}
+        self._outputs = {o.name: o for o in self._session.get_outputs()}
+
+    @property
+    def num_io_tensors(self) -> int:
+        return len(self._inputs) + len(self._outputs)
+
+    def get_tensor_name(self, index: int) -> str:
+        return [*self._inputs, *self._outputs][index]
+
+    def get_tensor_mode(self, name: str) -> str:
+        return "in" if name in self._inputs else "out"
+
+    def get_tensor_dtype(self, name: str) -> np.dtype[Any]:
+        kind = {**self._inputs, **self._outputs}[name].type
+        return np.dtype({"tensor(float)": "float32", "tensor(int64)": "int64"}[kind])
+
+    def create_execution_context(self) -> Context:
+        return Context(self)
+
+
+class Context:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._places: dict[str, int] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self._shapes[name] = tuple(shape)
+        return True
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._engine._outputs[name].shape)
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self._places[name] = address
+        return True
+
+    def _view(self, name: str, shape: tuple[int, ...]) -> Any:
+        kind = self._engine.get_tensor_dtype(name)
+        size = int(np.prod(shape)) * kind.itemsize
+        raw = (ctypes.c_char * size).from_address(self._places[name])
+        return np.frombuffer(raw, kind).reshape(shape)
+
+    def execute_async_v3(self, stream: int) -> bool:
+        inputs = {n: self._view(n, self._shapes[n]) for n in self._engine._inputs}
+        names = list(self._engine._outputs)
+        for name, array in zip(names, self._engine._session.run(names, inputs), strict=True):
+            self._view(name, array.shape)[...] = array
+        return True
+
+
+class FakeGpu:
+    """Host memory and the host's clock in the place of a GPU."""
+
+    name, driver, capability, uuid, l2_bytes = "Fake GPU", "13.0", "9.0", "00", 1 << 20
+
+    def __init__(self, index: int = 0) -> None:
+        self._memory: dict[int, Any] = {}
+        self.locked = 0
+
+    def stream(self) -> int:
+        return 7
+
+    def allocate(self, size: int) -> int:
+        memory = ctypes.create_string_buffer(max(1, size))
+        address = ctypes.addressof(memory)
+        self._memory[address] = memory
+        return address
+
+    def free(self, address: int) -> None:
+        del self._memory[address]
+
+    def upload(self, address: int, array: Any, stream: int) -> None:
+        ctypes.memmove(address, array.ctypes.data, array.nbytes)
+
+    def download(self, array: Any, address: int, stream: int) -> None:
+        ctypes.memmove(array.ctypes.data, address, array.nbytes)
+
+    def wait(self, stream: int) -> None: ...
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        self.locked += 1
+        yield
+
+    def condition(self) -> dict[str, Any]:
+        return {}
+
+
+class FakeTimer:
+    """Takes the time of launches on the host; no CUDA events, no graphs."""
+
+    def __init__(self, gpu: Any, launches: Any, stream: int, **_: Any) -> None:
+        self._launches, self._stream, self.notes = list(launches), stream, ["a fake timer"]
+
+    def time(self, seconds: float) -> list[float]:
+        found: list[float] = []
+        end = time.perf_counter() + seconds
+        while not found or time.perf_counter() < end:
+            start = time.perf_counter()
+            self._launches[len(found) % len(self._launches)](self._stream)
+            found.append(1000 * (time.perf_counter() - start))
+        return found
+
+    def watch(self, before: Any, after: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def install(monkeypatch: pytest.MonkeyPatch, version: str = "11.1.0.106") -> FakeTensorRT:
+    """Put the fake in place of `tensorrt` and of the GPU; returns it, to be set up further."""
+    from routepilot.env.backends import tensorrt, tensorrt_engine
+
+    module = FakeTensorRT(version)
+    monkeypatch.setitem(sys.modules, "tensorrt", module)
+    monkeypatch.setattr(tensorrt, "Gpu", FakeGpu)
+    monkeypatch.setattr(tensorrt_engine, "Gpu", FakeGpu)
+    monkeypatch.setattr(tensorrt_engine, "GpuTimer", FakeTimer)
+    plans = Path(tempfile.mkdtemp(prefix="routepilot-plans-"))
+    monkeypatch.setattr(tensorrt_engine, "_plans_folder", lambda: plans)
+    return module
