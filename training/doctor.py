@@ -91,7 +91,9 @@ def tiny_model(folder: Path) -> Model:
         [numpy_helper.from_array(weight, "w"), numpy_helper.from_array(dense, "d")],
     )
     path = folder / "tiny.onnx"
-    save_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), path)
+    # The oldest file format that holds this opset: an older onnxruntime refuses a newer one.
+    opsets = [helper.make_opsetid("", 17)]
+    save_model(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
     return prepare(path, cache=folder / "cache")
 
 
