@@ -103,7 +103,7 @@ class Card:
         kernel: Hyperparameters of its surrogate.
         seed: Training seed.
         steps: Environment steps of training.
-        scores: Share of the oracle's gain by budget, on what models, for it and its rivals.
+        scores: Share of the oracle's gain by budget, and on what models.
         versions: Packages it was trained with.
         weights_sha256: Hash of the weights file.
         row_features: Names of the row features, in order.

@@ -325,11 +325,12 @@ class _Best:
     def text(self) -> str:
         """The best shares, for people."""
         shares = ", ".join(f"{100 * s:.0f} % after {b}" for b, s in self.shares.items())
-        return f"{shares} builds of unseen families; stops after {self.builds:.1f}"
+        return f"{shares} builds, families unseen by the surrogate; stops after {self.builds:.1f}"
 
     def scores(self) -> dict[str, Any]:
         """The best shares as plain data."""
         return {
+            "on": "the training models, each family unseen by its surrogate but not by the policy",
             "gain_share": {str(budget): share for budget, share in self.shares.items()},
             "stop_builds": self.builds,
         }

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from routepilot.env.accuracy import Gate, regate
 from routepilot.env.backends import load_backend
 from routepilot.env.models import Model
 from routepilot.env.routes import DEFAULT_ROUTE
@@ -46,7 +47,7 @@ def test_collection_resumes_where_it_stopped(tiny: Model, tmp_path: Path) -> Non
             SessionConfig(),
             plan,
             tmp_path / "work",
-            repeats=Repeats(controls=2),
+            repeats=Repeats(controls=2, best=2),
             on_progress=heard.append,
             should_stop=lambda: sum(p.outcome is not None for p in heard) >= stop_after,
         )
@@ -54,13 +55,22 @@ def test_collection_resumes_where_it_stopped(tiny: Model, tmp_path: Path) -> Non
     run(2)
     assert sum(p.outcome is not None for p in heard) == 2
     run(99)
-    assert sum(p.outcome is not None for p in heard) == 3 + 2
+    fresh = sum(p.outcome is not None for p in heard)
     run(99)
     assert sum(p.outcome is not None for p in heard[: len(plan)]) == 0
 
     table = table_from_store(store, backend.target().key, [tiny.fingerprint], {"seed": 0})
     outcomes = table.outcomes[tiny.fingerprint]
     assert set(outcomes) == {DEFAULT_ROUTE, *plan}
+    # What was built again: the fastest by their first figures, at most two at each of two limits.
+    again = {route for route in plan if len(outcomes[route]) == 2}
+    assert fresh == 3 + 2 + len(again)
+    expected = set()
+    for limit in Repeats().limits:
+        judged = [regate(outcomes[route][0], Gate(limit=limit)) for route in plan]
+        faster = sorted((o for o in judged if o.log_speedup > 0), key=lambda o: -o.log_speedup)
+        expected |= {o.route for o in faster[:2]}
+    assert again == expected
     assert len(outcomes[DEFAULT_ROUTE]) == 3
     card = table.card(tiny.fingerprint)
     assert card is not None
