@@ -26,7 +26,7 @@ format: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m routepilot.training.bench
 	$(BIN)/routepilot zoo export -o runs/zoo --names silero_vad,bert,tcn
-	$(BIN)/python -m routepilot.training.aa_study --repeats 30 --models runs/zoo/*
+	$(BIN)/python -m routepilot.training.aa_study --repeats 100 --models runs/zoo/*
 
 evidence: $(VENV)/.dev
 	$(BIN)/routepilot evaluate --table cpu --out runs/evidence --workers 2 --seeds 2 \

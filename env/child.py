@@ -131,18 +131,31 @@ class Child:
         return self._request >= 0 and self.process.poll() is None
 
     def ask(self, request: Mapping[str, Any], deadline_seconds: float) -> dict[str, Any] | Ended:
-        """Send a request and wait for its answer.
+        """Send a request and wait for its answer; see `post` and `answer`."""
+        self.post(request)
+        return self.answer(deadline_seconds)
+
+    def post(self, request: Mapping[str, Any]) -> None:
+        """Send a request whose answer is fetched later; one at a time."""
+        self.events = []
+        try:
+            _write(self._request, request)
+        except BrokenPipeError:
+            pass  # the answer says how the child ended
+        except BaseException:
+            self.kill()
+            raise
+
+    def answer(self, deadline_seconds: float) -> dict[str, Any] | Ended:
+        """Wait for the answer to the request that was posted.
 
         Objects with the key `event` that arrive before the answer are kept in `events`.
 
         Returns:
             The answer, or how the child ended; it is killed with its whole group then.
         """
-        self.events = []
-        deadline = time.monotonic() + deadline_seconds
         try:
-            _write(self._request, request)
-            return self._await(deadline, deadline_seconds)
+            return self._await(time.monotonic() + deadline_seconds, deadline_seconds)
         except BrokenPipeError:
             return self._ended()
         except json.JSONDecodeError:

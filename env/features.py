@@ -137,12 +137,15 @@ def model_features(model: Model) -> tuple[float, ...]:
     """
     import onnx
 
-    return graph_features(onnx.load(str(model.path)))
+    return _features(onnx.load(str(model.path)).graph)  # shapes were inferred when it was prepared
 
 
 def graph_features(proto: onnx.ModelProto) -> tuple[float, ...]:
-    """The feature vector of a graph with inferred shapes."""
-    graph = infer_shapes(proto).graph
+    """The feature vector of a graph whose shapes are not inferred yet."""
+    return _features(infer_shapes(proto).graph)
+
+
+def _features(graph: onnx.GraphProto) -> tuple[float, ...]:
     facts = count(graph)
     values = {**_shares(facts), **_sizes(graph, facts), **_weights(facts)}
     return tuple(float(values[name]) for name in FEATURE_NAMES)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 #: Opset that recipes and engines of today handle; older graphs are lifted to it.
 OPSET = 17
 
+#: File format version that the oldest runtimes read which this project allows (onnxruntime 1.20).
+IR_VERSION = 10
+
 #: Above this a graph is saved with its weights beside it (protobuf ends at 2 GB).
 EXTERNAL_BYTES = 1 << 30
 
@@ -164,6 +167,9 @@ def normalise(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
             proto = onnx.version_converter.convert_version(proto, OPSET)
         except Exception:
             pass  # some graphs cannot be lifted; they stay as they are
+    # Converter and inliner stamp their own newest format, which an older runtime would refuse.
+    needed = onnx.helper.find_min_ir_version_for(proto.opset_import, ignore_unknown=True)
+    proto.ir_version = min(proto.ir_version, max(IR_VERSION, needed))
     proto.producer_name = proto.producer_version = proto.doc_string = ""
     del proto.metadata_props[:]
     for node in proto.graph.node:

@@ -271,7 +271,13 @@ class Surrogate:
         self._features = self._standard(features)
         self._relevance = relevance(self._features, self.models)
         self._priors: dict[str, Belief] = {}
-        self._codes = [encode(self.catalog, m.routes) for m in self.models]
+        place: dict[Route, int] = {}
+        for model in self.models:
+            for route in model.routes:
+                place.setdefault(route, len(place))
+        self._places = [np.array([place[r] for r in m.routes], int) for m in self.models]
+        self._codes = encode(self.catalog, list(place))
+        self._routes_alike = route_likeness(self.catalog, self._codes, self._codes, self.kernel)
         self._speed = self._condition(
             [np.clip(m.log_speedup, -CLIP, CLIP) for m in self.models],
             [np.hypot(m.noise, SPEED_NOISE) for m in self.models],
@@ -290,8 +296,11 @@ class Surrogate:
         """
         codes = encode(self.catalog, routes)
         likeness = self._likeness(features)
-        speed = self._speed.posterior(self, likeness, codes)
-        loss = self._loss.posterior(self, likeness, codes)
+        own = self.kernel.shared + self.kernel.alike + self.kernel.own
+        prior = own * route_likeness(self.catalog, codes, codes, self.kernel)
+        cross = route_likeness(self.catalog, self._codes, codes, self.kernel)
+        speed = self._speed.posterior(likeness, cross, prior)
+        loss = self._loss.posterior(likeness, cross, prior)
         seconds, popularity = self._averages
         mean_seconds = float(np.mean(list(seconds.values()))) if seconds else 1.0
         return Belief(
@@ -351,20 +360,19 @@ class Surrogate:
         flat = np.concatenate(known) if known else np.zeros(0)
         centre = float(flat.mean()) if len(flat) else 0.0
         scale = float(flat.std()) if len(flat) > 1 and flat.std() > 1e-6 else 1.0
-        codes = [c[k] for c, k in zip(self._codes, kept, strict=True)]
+        places = [p[k] for p, k in zip(self._places, kept, strict=True)]
         sizes = [len(k) for k in kept]
-        all_codes = np.concatenate(codes) if codes else np.zeros((0, len(self.catalog.knobs)), int)
+        place = np.concatenate(places) if places else np.zeros(0, int)
         owner = np.repeat(np.arange(len(sizes)), sizes)
         between = kernel.shared + kernel.alike * np.array(
             [self._feature_kernel(f) for f in self._features]
         ).reshape(len(sizes), len(sizes))
         between += kernel.own * np.eye(len(sizes))
-        cov = between[np.ix_(owner, owner)] * route_likeness(
-            self.catalog, all_codes, all_codes, kernel
-        )
+        cov = between[np.ix_(owner, owner)]
+        cov *= self._routes_alike[np.ix_(place, place)]
         noise = np.concatenate([n[k] for n, k in zip(noises, kept, strict=True)]) / scale
         cov[np.diag_indices_from(cov)] += noise**2 + 1e-6
-        return _Conditioned(all_codes, owner, (flat - centre) / scale, cov, centre, scale)
+        return _Conditioned(owner, place, (flat - centre) / scale, cov, centre, scale)
 
 
 class _Conditioned:
@@ -372,8 +380,8 @@ class _Conditioned:
 
     def __init__(
         self,
-        codes: NDArray[np.int64],
         owner: NDArray[np.int64],
+        place: NDArray[np.int64],
         values: Floats,
         cov: Floats,
         centre: float,
@@ -381,26 +389,28 @@ class _Conditioned:
     ) -> None:
         from scipy.linalg import cho_factor, cho_solve
 
-        self._codes, self._owner, self._centre, self._scale = codes, owner, centre, scale
+        self._owner, self._place, self._centre, self._scale = owner, place, centre, scale
         self._empty = len(values) == 0
         if not self._empty:
-            self._factor = cho_factor(cov, lower=True, overwrite_a=True)
-            self._weights = cho_solve(self._factor, values)
+            # In column order LAPACK works in place; symmetric, so the transpose is the same.
+            self._factor = cho_factor(cov.T, lower=True, overwrite_a=True, check_finite=False)
+            self._weights = cho_solve(self._factor, values, check_finite=False)
 
-    def posterior(self, surrogate: Surrogate, likeness: Floats, codes: NDArray[np.int64]) -> Signal:
-        """Mean and covariance over candidate routes of a model with this likeness."""
+    def posterior(self, likeness: Floats, cross: Floats, prior: Floats) -> Signal:
+        """Mean and covariance over candidate routes of a model.
+
+        Args:
+            likeness: Covariance of the model with each training model.
+            cross: Likeness of the table's routes with the candidates, shape (routes, candidates).
+            prior: Covariance of the candidates before any training data.
+        """
         from scipy.linalg import solve_triangular
 
-        kernel = surrogate.kernel
-        own = kernel.shared + kernel.alike + kernel.own
-        prior = own * route_likeness(surrogate.catalog, codes, codes, kernel)
         if self._empty:
-            return Signal(np.full(len(codes), self._centre), self._scale**2 * prior)
-        cross = likeness[self._owner][:, None] * route_likeness(
-            surrogate.catalog, self._codes, codes, kernel
-        )
-        half = solve_triangular(self._factor[0], cross, lower=True)
-        mean = cross.T @ self._weights
+            return Signal(np.full(len(prior), self._centre), self._scale**2 * prior)
+        known = likeness[self._owner][:, None] * cross[self._place]
+        half = solve_triangular(self._factor[0], known, lower=True, check_finite=False)
+        mean = known.T @ self._weights
         cov = prior - half.T @ half
         return Signal(self._centre + self._scale * mean, self._scale**2 * cov)
 

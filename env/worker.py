@@ -109,6 +109,10 @@ class Worker:
         self.deadline_seconds = deadline_seconds
         self._memory_limit = memory_limit_bytes or int(MEMORY_SHARE * machine_memory_bytes())
         self._child: Child | None = None
+        self._waking: Child | None = None
+        self._woken = 0.0
+        #: Seconds that a child was starting while nobody waited for it.
+        self.starting_seconds = 0.0
         self._suspect = False
         self._default: Outcome | None = None
         #: Compiler flags found in the environment and kept from the children; None if there were
@@ -128,9 +132,15 @@ class Worker:
 
     def close(self) -> None:
         """End the child."""
-        if self._child is not None:
-            self._child.close()
-            self._child = None
+        for child in (self._child, self._waking):
+            if child is not None:
+                child.close()
+        self._child = self._waking = None
+
+    def wake(self) -> None:
+        """Let a child start meanwhile; it builds and times nothing before it is asked to."""
+        if self._child is None and self._waking is None:
+            self._woken, self._waking = time.monotonic(), self._open()
 
     def default_outcome(self) -> Outcome:
         """The default route's outcome: its losses and latency, with a log speed-up of exactly 0.
@@ -272,19 +282,27 @@ class Worker:
             self._child = self._start()
         return self._child
 
-    def _start(self) -> Child:
+    def _open(self) -> Child:
         child = Child(
             "routepilot.env.worker_child",
             self._workdir / "worker.log",
             self._environment,
             self._memory_limit,
         )
+        child.post(self._opening)
+        return child
+
+    def _start(self) -> Child:
+        woken, asked = self._waking is not None, time.monotonic()
+        child, self._waking = self._waking or self._open(), None
         try:
-            answer = child.ask(self._opening, self.deadline_seconds)
+            answer = child.answer(self.deadline_seconds)
             if isinstance(answer, Ended):
                 raise MachineError(f"the worker child cannot start: {answer.reason}")
             if "error" in answer:
                 _raise(answer)
+            if woken:
+                self.starting_seconds += min(answer["ready"], asked) - self._woken
             answer = child.ask({"do": "default"}, self.deadline_seconds)
             if isinstance(answer, Ended):
                 raise self._default_failed(answer.status, answer.reason)

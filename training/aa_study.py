@@ -17,9 +17,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from routepilot.env.backends import load_backend
 from routepilot.env.backends.base import Backend, BuildFailure, Engine
@@ -52,6 +54,7 @@ class NoiseRow:
         needed_margin: Margin with which 95 % of the intervals would hold zero.
         rounds: Mean rounds.
         seconds: Mean wall-clock seconds of one measurement.
+        others: Cores that other processes kept busy meanwhile, mean over the measurements.
     """
 
     model: str
@@ -65,22 +68,52 @@ class NoiseRow:
     needed_margin: float
     rounds: float
     seconds: float
+    others: float
 
 
-def summarize(
-    model: str, method: str, found: Sequence[tuple[Measurement, float]], margin: float
-) -> NoiseRow:
-    """Figures of a list of A/A measurements and their seconds.
+@dataclass(frozen=True)
+class Sample:
+    """One A/A measurement.
+
+    Attributes:
+        measurement: Made with a margin of zero.
+        seconds: Wall-clock seconds it took.
+        others: Cores that other processes kept busy meanwhile.
+    """
+
+    measurement: Measurement
+    seconds: float
+    others: float
+
+
+def observe(measure: Callable[[], Measurement]) -> Sample:
+    """Measure once, and see how long that takes and what else the machine does meanwhile."""
+    start, busy = time.perf_counter(), _busy_seconds()
+    measured = measure()
+    seconds = time.perf_counter() - start
+    # The system's clock ticks 100 times a second, so a short measurement can come out below zero.
+    return Sample(measured, seconds, max(0.0, _busy_seconds() - busy) / seconds)
+
+
+def _busy_seconds() -> float:
+    """Processor seconds used so far by all processes but this one."""
+    machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    idle = machine.idle + getattr(machine, "iowait", 0.0)
+    return float(sum(machine[:8]) - idle - own.user - own.system)
+
+
+def summarize(model: str, method: str, found: Sequence[Sample], margin: float) -> NoiseRow:
+    """Figures of a list of A/A measurements.
 
     Args:
         model: Model name.
         method: Key of `METHODS`.
-        found: Measurements made with a margin of zero.
-        margin: Margin to judge them with.
+        found: What was measured.
+        margin: Margin to judge it with.
     """
-    low = np.array([m.low for m, _ in found])
-    high = np.array([m.high for m, _ in found])
-    estimates = np.array([m.log_speedup for m, _ in found])
+    low = np.array([sample.measurement.low for sample in found])
+    high = np.array([sample.measurement.high for sample in found])
+    estimates = np.array([sample.measurement.log_speedup for sample in found])
     distance = np.maximum(0.0, np.maximum(low, -high))  # of zero from the bare interval
     return NoiseRow(
         model=model,
@@ -92,8 +125,9 @@ def summarize(
         deviation=float(np.std(estimates)),
         worst=float(np.abs(estimates).max()),
         needed_margin=float(np.quantile(distance, 0.95)),
-        rounds=float(np.mean([m.rounds for m, _ in found])),
-        seconds=float(np.mean([seconds for _, seconds in found])),
+        rounds=float(np.mean([sample.measurement.rounds for sample in found])),
+        seconds=float(np.mean([sample.seconds for sample in found])),
+        others=float(np.mean([sample.others for sample in found])),
     )
 
 
@@ -123,7 +157,7 @@ def study(
     compiler: Backend = load_backend(backend, options or {})
     for model in models:
         inputs = model.selection()[0]
-        found: dict[str, list[tuple[Measurement, float]]] = {name: [] for name in METHODS}
+        found: dict[str, list[Sample]] = {name: [] for name in METHODS}
         with tempfile.TemporaryDirectory() as workdir:
 
             def build(model: Model = model, workdir: str = workdir) -> Engine:
@@ -137,9 +171,7 @@ def study(
                 pair = Bound(first, inputs), Bound(second, inputs)
                 bare = replace(plan, margin=0.0, seed=plan.seed + repeat)
                 for name, method in METHODS.items():
-                    start = time.perf_counter()
-                    measured = method(*pair, bare)
-                    found[name].append((measured, time.perf_counter() - start))
+                    found[name].append(observe(partial(method, *pair, bare)))
                 first.close()
                 second.close()
         for name, measurements in found.items():
@@ -149,18 +181,19 @@ def study(
 def markdown(rows: Sequence[NoiseRow], margin: float) -> str:
     """The study as a Markdown table."""
     lines = [
-        f"Margin {100 * margin:.2g} % on each side. Coverage of 0; 'bare' is without it.",
+        f"Margin {100 * margin:.2g} % on each side. Coverage of 0; 'bare' is without it. 'others':"
+        " cores that other processes kept busy.",
         "",
         "| model | method | repeats | false wins | coverage | bare | sd | worst | margin needed"
-        " | rounds | seconds |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        " | rounds | seconds | others |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         lines.append(
             f"| {row.model} | {row.method} | {row.repeats} | {row.false_wins:.0%}"
             f" | {row.coverage:.0%} | {row.bare_coverage:.0%} | {row.deviation:.2%}"
             f" | {row.worst:.2%} | {row.needed_margin:.2%} | {row.rounds:.1f}"
-            f" | {row.seconds:.2f} |"
+            f" | {row.seconds:.2f} | {row.others:.2f} |"
         )
     return "\n".join(lines)
 

@@ -53,19 +53,36 @@ def environment_steps() -> str:
 
 
 def tune_cost() -> tuple[str, str]:
-    """Overhead of `tune` beyond building and timing, and the parent's peak memory."""
+    """Cost of `tune` beyond building and timing, and the parent's peak memory.
+
+    The whole command counts, from the start of the interpreter to its end, on an ONNX file that was
+    not seen before: reading it, its references, its features, the policy, the report.
+    """
+    beyond, shares, peaks = [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        file = _without_zoo(Path(folder))
+        for seed in range(REPEATS):
+            command = [sys.executable, "-m", "routepilot", "tune", str(file), "--max-builds", "6"]
+            command += ["-o", f"{folder}/{seed}", "--seed", str(seed), "--json"]
+            start = time.perf_counter()
+            result, peak = _with_peak_memory(command)
+            seconds = time.perf_counter() - start
+            worker = result["seconds"] - result["overhead_seconds"]
+            beyond.append(seconds - worker)
+            shares.append(100 * (seconds - worker) / seconds)
+            peaks.append(peak / 2**20)
+    return f"{spread(shares, '%')} of the run; {spread(beyond, 's')}", spread(peaks, "MiB")
+
+
+def _without_zoo(folder: Path) -> Path:
+    """The demo's model as a file of its own, as a user would have it."""
+    import onnx
+
     from routepilot.env import zoo
 
-    name = "silero_vad" if zoo.available(zoo.entry("silero_vad")) is None else "resnet"
-    shares, peaks = [], []
-    for seed in range(3):
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "routepilot", "tune", f"zoo:{name}"]
-            command += ["-o", folder, "--max-builds", "6", "--seed", str(seed), "--json"]
-            result, peak = _with_peak_memory(command)
-            shares.append(100 * result["overhead_seconds"] / result["seconds"])
-            peaks.append(peak / 2**20)
-    return f"{spread(shares, '%')} of the run on {name}", spread(peaks, "MiB")
+    file = folder / "model.onnx"
+    onnx.save(onnx.load(str(zoo.load_model("silero_vad").path)), str(file))
+    return file
 
 
 def _with_peak_memory(command: list[str]) -> tuple[dict[str, float], float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -81,7 +82,6 @@ class Session:
         self.backend: Backend = load_backend(config.backend, config.options)
         self.catalog = self.backend.catalog()
         self.target = self.backend.target()
-        self.features = model_features(model)
         self._store = store
         self._family, self._trained = family, trained
         self._worker: Worker | None = None
@@ -89,7 +89,7 @@ class Session:
         store.add_target(self.target, self.catalog)
         self._known = self._reusable(store.outcomes(model.fingerprint, self.target.key))
         self.fresh_builds = 0
-        self.worker_seconds = 0.0
+        self._waited = 0.0
 
     def __enter__(self) -> Session:
         return self
@@ -108,6 +108,11 @@ class Session:
             self._worker.close()
             self._worker = None
 
+    @cached_property
+    def features(self) -> tuple[float, ...]:
+        """What is known of the model before the first build."""
+        return model_features(self.model)
+
     @property
     def worker(self) -> Worker:
         """The child process, started at first use."""
@@ -124,6 +129,16 @@ class Session:
                 cpu=self.config.cpu,
             )
         return self._worker
+
+    @property
+    def worker_seconds(self) -> float:
+        """Seconds that a child was starting, building or timing."""
+        return self._waited + (self._worker.starting_seconds if self._worker else 0.0)
+
+    def wake(self) -> None:
+        """Let the child start while something else is done, if it will be needed."""
+        if DEFAULT_ROUTE not in self._known:
+            self.worker.wake()
 
     def default(self) -> Outcome:
         """The default route's outcome: what every speed-up is measured against.
@@ -198,7 +213,7 @@ class Session:
     def _timed(self, call: Callable[[], Outcome]) -> Outcome:
         start = time.monotonic()
         outcome = call()
-        self.worker_seconds += time.monotonic() - start
+        self._waited += time.monotonic() - start
         return outcome
 
     def _keep(self, outcome: Outcome) -> None:

@@ -185,14 +185,15 @@ def tune(
         RecordStore(folder / "records.sqlite") as store,
         Session(prepared, settings, store, folder / "work") as session,
     ):
-        say(f"default route of {prepared.name} on {backend}, {threads} thread(s)")
-        default = session.default()
+        session.wake()
         choice = choose_agent(session, policy=policy, agent=agent)
         say(choice.why)
         problem = Problem(
             session.catalog, session.features, None, max_builds, seed, settings.gate.limit
         )
         searcher = make_agent(choice.agent, problem, replay=choice.replay, policy=choice.policy)
+        say(f"default route of {prepared.name} on {backend}, {threads} thread(s)")
+        default = session.default()
         search = run_search(
             session, searcher, Budget(max_builds, max_seconds), on_outcome=on_outcome
         )

@@ -200,6 +200,20 @@ def test_token_ids_stay_inside_their_table(tmp_path: Path) -> None:
     assert ids.min() == 0 and ids.max() == 10
 
 
+def test_lifted_models_keep_a_file_format_that_older_runtimes_read(tmp_path: Path) -> None:
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["y"])],
+        "old",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [4])],
+    )
+    for opset, ir_version in ((9, 4), (17, onnx.IR_VERSION)):
+        opsets = [helper.make_opsetid("", opset)]
+        proto = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
+        model = prepare(write(proto, tmp_path / f"{opset}.onnx"), cache=tmp_path / "cache")
+        assert onnx.load(str(model.path)).ir_version <= 10
+
+
 @pytest.mark.parametrize("text", ["x", "x=", "=1x2", "x=1xa", "x=1x-2", "x=0x3"])
 def test_bad_shapes_are_named(text: str) -> None:
     with pytest.raises(ModelError) as refusal:

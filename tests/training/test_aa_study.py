@@ -1,3 +1,7 @@
+import subprocess
+import sys
+import time
+
 import hostile_backend
 import pytest
 
@@ -5,7 +9,7 @@ from routepilot.env.errors import InputError
 from routepilot.env.measure import TimingPlan
 from routepilot.env.models import prepare
 from routepilot.env.outcomes import Measurement
-from routepilot.training.aa_study import main, markdown, study, summarize
+from routepilot.training.aa_study import Sample, main, markdown, observe, study, summarize
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +21,23 @@ def model(tmp_path_factory):
 
 def test_summary_counts_false_wins_and_the_margin_they_would_have_needed():
     ends = [(-0.01, 0.01), (0.002, 0.01), (0.02, 0.03), (-0.03, -0.02)]
-    found = [(Measurement((a + b) / 2, a, b, 1, 1, 10, 0.0), 0.5) for a, b in ends]
+    found = [Sample(Measurement((a + b) / 2, a, b, 1, 1, 10, 0.0), 0.5, 0.25) for a, b in ends]
     row = summarize("m", "paired", found, 0.006)
     assert (row.false_wins, row.coverage, row.bare_coverage) == (0.25, 0.5, 0.25)
     assert row.needed_margin == pytest.approx(0.02)
     assert (row.worst, row.rounds, row.seconds) == (pytest.approx(0.025), 10, 0.5)
+    assert row.others == 0.25
     assert "| m | paired | 4 | 25% | 50% | 25% |" in markdown([row], 0.006)
+
+
+def test_the_load_of_other_processes_is_seen():
+    idle = observe(lambda: time.sleep(0.5))
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        time.sleep(0.3)
+        loaded = observe(lambda: time.sleep(0.5))
+        busy.kill()
+    assert loaded.others > 0.5
+    assert idle.seconds == pytest.approx(0.5, abs=0.2)
 
 
 def test_study_of_synthetic_engines(model):
@@ -30,6 +45,7 @@ def test_study_of_synthetic_engines(model):
     rows = list(study([model], plan, backend="hostile_backend:make", repeats=3))
     assert [row.method for row in rows] == ["paired", "ABBA confirm"]
     assert all(row.coverage == 1.0 and row.worst < 0.05 and row.repeats == 3 for row in rows)
+    assert all(0.0 <= row.others < 1000 for row in rows)
     with pytest.raises(InputError, match="repeats"):
         list(study([model], plan, repeats=0))
 
