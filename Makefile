@@ -6,13 +6,21 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 SOURCES := env agents training checkpoints tests
 
-.PHONY: demo test check format bench evidence zoo clean
+.PHONY: demo test lowest check format bench evidence zoo clean
 
 demo: $(VENV)/.demo
 	$(BIN)/routepilot demo --out runs/demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+# The tests with the lowest versions that pyproject.toml allows, in a set-up of their own.
+lowest:
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check \
+		-e '.[demo,dev]' -c tests/lowest.txt '$(TORCH)'
+	$(VENV)-lowest/bin/python -m pytest
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -60,4 +68,4 @@ $(VENV)/.dev: $(VENV)/.base pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-lowest build dist *.egg-info

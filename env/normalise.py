@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Opset that recipes and engines of today handle; older graphs are lifted to it.
 OPSET = 17
 
-#: File format version that the oldest runtimes read which this project allows (onnxruntime 1.20).
+#: File format version that the oldest runtimes read which this project allows (onnxruntime 1.22).
 IR_VERSION = 10
 
 #: Above this a graph is saved with its weights beside it (protobuf ends at 2 GB).

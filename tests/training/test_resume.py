@@ -48,7 +48,7 @@ def test_a_stopped_run_goes_on_where_it_was(
     assert process.returncode == code
     assert "Traceback" not in errors
     if sent is signal.SIGINT:
-        assert "saved" in errors and len(errors.splitlines()) == 1
+        assert "saved" in errors and len(errors.strip().splitlines()) == 1
     gone, alive = psutil.wait_procs(children, timeout=10)
     assert not alive, "a worker child outlived its parent"
 
