@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from routepilot.env import errors
 from routepilot.env.accuracy import Gate
+from routepilot.env.backends.layers import Layers
 from routepilot.env.child import Child, Ended, machine_memory_bytes
 from routepilot.env.errors import InputError, MachineError, ModelError
 from routepilot.env.measure import TimingPlan
@@ -219,6 +220,14 @@ class Worker:
     def control(self) -> Outcome:
         """The default route built again and timed against itself, as any route is."""
         return self._outcome(DEFAULT_ROUTE, {"do": "control"}, self.deadline_seconds)[0]
+
+    def layers(self, route: Route, inferences: int = 20) -> Layers | None:
+        """Build a route and look inside; None if its engine does not show its layers, or fails."""
+        request = {"do": "layers", "route": str(route), "inferences": inferences}
+        answer = self._ask(request, self.deadline_seconds)
+        if isinstance(answer, Ended) or answer["layers"] is None:
+            return None
+        return Layers.read(answer["layers"])
 
     def noise_floor(self) -> float:
         """Log ratio that a second default engine reaches against the first by noise alone.

@@ -23,6 +23,7 @@ from routepilot.env import measure
 from routepilot.env.accuracy import Gate, Verdict, judge
 from routepilot.env.backends import load_backend
 from routepilot.env.backends.base import BuildFailure, Engine, Tensors
+from routepilot.env.backends.layers import Layered
 from routepilot.env.child import Line, one_line
 from routepilot.env.errors import MachineError, RouteError, RoutePilotError
 from routepilot.env.measure import TimingPlan
@@ -205,6 +206,18 @@ class Bench:
 
         return self._outcome(DEFAULT_ROUTE, attempt)
 
+    def layers(self, route: Route, inferences: int) -> dict[str, Any]:
+        """Build a route and look inside: its layers, or None if its engine does not show them."""
+        answer: dict[str, Any] = {"layers": None}
+
+        def attempt(engine: Engine) -> tuple[Verdict, Measurement | None]:
+            if isinstance(engine, Layered):
+                with _faults_are(Status.CRASHED, "profiling"):
+                    answer["layers"] = engine.layers(self._inputs[0], inferences).as_json()
+            return Verdict({}, Status.OK), None
+
+        return {**self._outcome(route, attempt), **answer}
+
     def check(self) -> dict[str, Any]:
         """Whether the default engine still gives what it gave at first."""
         return {
@@ -340,6 +353,8 @@ def _answer(bench: Bench, request: Mapping[str, Any]) -> dict[str, Any]:
     if action == "control":
         return bench.control()
     route = Route.read(request["route"])
+    if action == "layers":
+        return bench.layers(route, request["inferences"])
     if action == "confirm":
         return bench.confirm(route, Path(request["save_to"]) if request["save_to"] else None)
     return bench.trial(route, request["incumbent"], request["known"])

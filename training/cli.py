@@ -83,9 +83,9 @@ def tune(
 ) -> None:
     """Find the fastest accurate route for a model.
 
-    Spends a handful of builds. Writes result.json, report.html, the record store and the winning
-    model into OUT; the same command again continues where it was. Never answers with an engine
-    slower or less accurate than the default.
+    Spends a handful of builds. Writes result.json, report.html, the record store and deploy/ (the
+    winning model, load.py, manifest.json) into OUT; the same command again continues where it was.
+    Never answers with an engine slower or less accurate than the default.
 
     Example: routepilot tune model.onnx -o tuned --shape input=1x3x224x224 --max-builds 6
     """
@@ -129,7 +129,7 @@ def tune(
             f" with {result.route}; {result.search.builds} builds, {result.seconds:.0f} s",
             markup=False,
         )
-    console.out.print(f"written to {out}: result.json, report.html, model/", markup=False)
+    console.out.print(f"written to {out}: result.json, report.html, deploy/", markup=False)
 
 
 @app.command()
@@ -328,7 +328,12 @@ def demo(
 
 def main() -> None:
     """Entry point: run a verb, turn our errors into one line and an exit code."""
-    from routepilot.training import cli_corpus, cli_learning, cli_nvidia  # noqa: F401  (add verbs)
+    from routepilot.training import (  # noqa: F401  (they add verbs)
+        cli_corpus,
+        cli_insight,
+        cli_learning,
+        cli_nvidia,
+    )
 
     try:
         app(standalone_mode=True)

@@ -43,6 +43,11 @@ def speedup_text(value: float, low: float, high: float) -> str:
     return f"{value:.2f}x ({low:.2f} to {high:.2f})"
 
 
+def ratio_text(log_ratio: float, low: float, high: float) -> str:
+    """`1.94x (1.90 to 1.97)` of logarithms."""
+    return speedup_text(math.exp(log_ratio), math.exp(low), math.exp(high))
+
+
 def outcome_text(outcome: Outcome) -> str:
     """One line on an outcome: what came of it, or why nothing did."""
     route = str(outcome.route) or "default route"

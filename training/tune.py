@@ -20,12 +20,18 @@ from routepilot.env.accuracy import Gate
 from routepilot.env.errors import InputError
 from routepilot.env.models import Model, prepare
 from routepilot.env.outcomes import Outcome
+from routepilot.env.routes import DEFAULT_ROUTE
 from routepilot.env.store import RecordStore
+from routepilot.training import deploy
 from routepilot.training.defaults import choose_agent
 from routepilot.training.files import ensure_folder, write_json
 from routepilot.training.manifest import manifest
+from routepilot.training.runs import RECORDS, RESULT, Run, read_result, write_run
 from routepilot.training.search import Budget, Confirmed, Search, confirm_best, run_search
 from routepilot.training.session import Say, Session, SessionConfig, silent
+
+#: The answer while nothing is confirmed yet.
+UNCONFIRMED = Confirmed(DEFAULT_ROUTE, 0.0, 0.0, 0.0, None, 0, "nothing is confirmed yet")
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class TuneResult:
         seconds: Wall-clock seconds of the run.
         overhead_seconds: Seconds spent neither building nor measuring.
         manifest: What the figures depend on.
+        state: `searching` until the answer is confirmed, then `done`.
     """
 
     model: str
@@ -57,6 +64,7 @@ class TuneResult:
     seconds: float
     overhead_seconds: float
     manifest: Mapping[str, object] = field(default_factory=dict)
+    state: str = "done"
 
     @property
     def route(self) -> str:
@@ -78,6 +86,7 @@ class TuneResult:
         speedup, low, high = self.confirmed.speedup
         losses = self.confirmed.outcome.losses if self.confirmed.outcome else {}
         return {
+            "state": self.state,
             "model": self.model,
             "fingerprint": self.fingerprint,
             "backend": self.backend,
@@ -181,8 +190,10 @@ def tune(
         options={**base.options, "threads": str(threads)},
         gate=gate or base.gate,
     )
+    if out is not None:
+        write_run(folder, _run_of(prepared, settings, policy, agent, seed))
     with (
-        RecordStore(folder / "records.sqlite") as store,
+        RecordStore(folder / RECORDS) as store,
         Session(prepared, settings, store, folder / "work") as session,
     ):
         session.wake()
@@ -194,36 +205,78 @@ def tune(
         searcher = make_agent(choice.agent, problem, replay=choice.replay, policy=choice.policy)
         say(f"default route of {prepared.name} on {backend}, {threads} thread(s)")
         default = session.default()
-        search = run_search(
-            session, searcher, Budget(max_builds, max_seconds), on_outcome=on_outcome
+        facts = manifest(
+            seed=seed, gate={"metric": settings.gate.metric, "limit": settings.gate.limit}
         )
+
+        def result_of(search: Search, confirmed: Confirmed, state: str) -> TuneResult:
+            seconds = time.monotonic() - start
+            return TuneResult(
+                model=prepared.name,
+                fingerprint=prepared.fingerprint,
+                backend=backend,
+                target={
+                    "device": session.target.device,
+                    "versions": dict(session.target.versions),
+                    "settings": dict(session.target.settings),
+                    "key": session.target.key,
+                },
+                policy=choice.name,
+                search=search,
+                confirmed=confirmed,
+                default_latency_ms=default.measurement.latency_ms if default.measurement else 0.0,
+                seconds=seconds,
+                overhead_seconds=seconds - session.worker_seconds,
+                manifest={**facts, "fresh_builds": session.fresh_builds},
+                state=state,
+            )
+
+        so_far: list[Outcome] = []
+        keeps = out is not None and not _is_answered(folder, prepared, session.target.key)
+
+        def hear(number: int, outcome: Outcome) -> None:
+            so_far.append(outcome)
+            if keeps:
+                search = Search(searcher.name, tuple(so_far), 0.0, "running")
+                write_json(folder / RESULT, result_of(search, UNCONFIRMED, "searching").as_json())
+            if on_outcome is not None:
+                on_outcome(number, outcome)
+
+        search = run_search(session, searcher, Budget(max_builds, max_seconds), on_outcome=hear)
         say("confirming the winner with fresh builds and other inputs")
         confirmed = confirm_best(
-            session, search.promising(), folder / "model" if out is not None else None
+            session, search.promising(), deploy.draft(folder) if out is not None else None
         )
-        seconds = time.monotonic() - start
-        result = TuneResult(
-            model=prepared.name,
-            fingerprint=prepared.fingerprint,
-            backend=backend,
-            target={
-                "device": session.target.device,
-                "versions": dict(session.target.versions),
-                "settings": dict(session.target.settings),
-                "key": session.target.key,
-            },
-            policy=choice.name,
-            search=search,
-            confirmed=confirmed,
-            default_latency_ms=default.measurement.latency_ms if default.measurement else 0.0,
-            seconds=seconds,
-            overhead_seconds=seconds - session.worker_seconds,
-            manifest=manifest(
-                seed=seed,
-                gate={"metric": settings.gate.metric, "limit": settings.gate.limit},
-                fresh_builds=session.fresh_builds,
-            ),
-        )
+        result = result_of(search, confirmed, "done")
     if out is not None:
-        write_json(folder / "result.json", result.as_json())
+        deploy.finish(folder, result.as_json())
+        write_json(folder / RESULT, result.as_json())
     return result
+
+
+def _run_of(
+    model: Model, settings: SessionConfig, policy: str | None, agent: str | None, seed: int
+) -> Run:
+    return Run(
+        str(model.folder.absolute()),
+        settings.backend,
+        settings.options,
+        settings.gate,
+        settings.deadline_seconds,
+        policy,
+        agent,
+        seed,
+    )
+
+
+def _is_answered(folder: Path, model: Model, target_key: str) -> bool:
+    """True when the folder holds a confirmed answer, which stands until there is another."""
+    try:
+        found = read_result(folder)
+    except InputError:
+        return False
+    return (
+        found.get("state") == "done"
+        and found.get("fingerprint") == model.fingerprint
+        and found.get("target", {}).get("key") == target_key
+    )

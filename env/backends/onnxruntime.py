@@ -10,16 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import statistics
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from routepilot.env.backends.base import Tensors
+from routepilot.env.backends.layers import Layer, Layers
 from routepilot.env.backends.recipes import Transformed
 from routepilot.env.models import fingerprint_of
 from routepilot.env.routes import Knob, Requirement
@@ -125,6 +129,9 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
 )
 
+#: Inferences under the profiler that are not counted.
+PROFILE_WARMUP = 3
+
 #: Session entries whose effect is seen in the optimised graph.
 _SEEN = {"session.enable_quant_qdq_cleanup"}
 
@@ -207,10 +214,15 @@ class OrtEngine:
         self.hash = self._effect(optimized)
         self._names = [output.name for output in self._session.get_outputs()]
 
-    def _make(self, optimized: Path | None = None) -> onnxruntime.InferenceSession:
+    def _make(
+        self, optimized: Path | None = None, *, profile: Path | None = None
+    ) -> onnxruntime.InferenceSession:
         import onnxruntime
 
         options = self._settings.options()
+        if profile is not None:
+            options.enable_profiling = True
+            options.profile_file_prefix = str(profile)
         if optimized is not None:
             options.optimized_model_filepath = str(optimized)
             if self._path.with_name(f"{self._path.name}.data").is_file():
@@ -267,6 +279,26 @@ class OrtEngine:
         if self._settings.spins:
             self._session = None
 
+    def layers(self, inputs: Tensors, inferences: int) -> Layers:
+        """Nodes of the optimised graph and their kernel times; see `layers.Layered`."""
+        import onnx
+
+        alone = statistics.median(self.time(inputs, 0.2))
+        with tempfile.TemporaryDirectory(prefix="routepilot-profile-") as text:
+            folder = Path(text)
+            session = self._make(folder / "optimized.onnx", profile=folder / "profile")
+            for _ in range(inferences + PROFILE_WARMUP):
+                session.run(self._names, dict(inputs))
+            events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+            graph = onnx.load(str(folder / "optimized.onnx"), load_external_data=False).graph
+        return Layers(
+            _layers_of(events, inferences),
+            dict(Counter(node.op_type for node in graph.node).most_common()),
+            alone,
+            _mean_last([e["dur"] for e in events if e.get("name") == "model_run"], inferences),
+            inferences,
+        )
+
     def save(self, folder: Path) -> list[str]:
         """Write `model.onnx`, `session.json`, an input set and `load.py`; see `base.Engine`."""
         return save_engine(
@@ -276,6 +308,27 @@ class OrtEngine:
     def close(self) -> None:
         """Free the session."""
         self._session = None
+
+
+def _mean_last(microseconds: list[int], count: int) -> float:
+    """Mean of the last `count` durations, milliseconds."""
+    return sum(microseconds[-count:]) / count / 1e3
+
+
+def _layers_of(events: list[dict[str, Any]], inferences: int) -> tuple[Layer, ...]:
+    """Layers of a profile: one kernel event a node and inference, warm-up first."""
+    spent: dict[tuple[str, str, str], list[int]] = {}
+    for event in events:
+        name = str(event.get("name", ""))
+        if event.get("cat") == "Node" and name.endswith("_kernel_time"):
+            facts = event.get("args", {})
+            key = (
+                name.removesuffix("_kernel_time"),
+                str(facts.get("op_name", "")),
+                str(facts.get("provider", "")),
+            )
+            spent.setdefault(key, []).append(int(event["dur"]))
+    return tuple(Layer(*key, _mean_last(durations, inferences)) for key, durations in spent.items())
 
 
 def save_engine(

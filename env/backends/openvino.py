@@ -7,7 +7,9 @@ a processor without it), so an engine is known by the graph it really runs.
 from __future__ import annotations
 
 import hashlib
+import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepilot.env.backends.base import Tensors
-from routepilot.env.backends.onnxruntime import save_engine
+from routepilot.env.backends.layers import Layer, Layers
+from routepilot.env.backends.onnxruntime import PROFILE_WARMUP, save_engine
 from routepilot.env.backends.recipes import Transformed
 from routepilot.env.models import fingerprint_of
 from routepilot.env.routes import Knob
@@ -130,6 +133,40 @@ class OpenVinoEngine:
 
     def quiesce(self) -> None:
         """Nothing: its threads sleep 1 to 2 ms after a request (2 threads, EPYC, 2026.4)."""
+
+    def layers(self, inputs: Tensors, inferences: int) -> Layers:
+        """Nodes of the graph that runs, and their times; see `layers.Layered`."""
+        import openvino
+
+        alone = statistics.median(self.time(inputs, 0.2))
+        compiled = openvino.Core().compile_model(
+            str(self._path), "CPU", {**self._chosen, "PERF_COUNT": "YES"}
+        )
+        request = compiled.create_infer_request()
+        spent: dict[tuple[str, str, str], float] = {}
+        started = time.perf_counter()
+        for number in range(inferences + PROFILE_WARMUP):
+            if number == PROFILE_WARMUP:
+                started = time.perf_counter()
+            request.infer(dict(inputs), share_inputs=False)
+            if number < PROFILE_WARMUP:
+                continue
+            for info in request.profiling_info:
+                if info.status == openvino.ProfilingInfo.Status.EXECUTED:
+                    key = (info.node_name, info.node_type, info.exec_type)
+                    spent[key] = spent.get(key, 0.0) + info.real_time.total_seconds() * 1e3
+        profiled = (time.perf_counter() - started) * 1e3 / inferences
+        kinds = [
+            str(node.get_rt_info()["layerType"].astype(str))
+            for node in compiled.get_runtime_model().get_ordered_ops()
+        ]
+        return Layers(
+            tuple(Layer(*key, total / inferences) for key, total in spent.items()),
+            dict(Counter(kinds).most_common()),
+            alone,
+            profiled,
+            inferences,
+        )
 
     def save(self, folder: Path) -> list[str]:
         """Write `model.onnx`, `openvino.json`, an input set and `load.py`; see `base.Engine`."""

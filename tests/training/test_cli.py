@@ -169,7 +169,7 @@ def test_tune_writes_a_confirmed_result_and_resumes(
     assert written["route"] == result["route"]
     assert "tiny" in (out / "report.html").read_text()
     loaded = subprocess.run(
-        [sys.executable, "load.py"], cwd=out / "model", capture_output=True, text=True, timeout=120
+        [sys.executable, "load.py"], cwd=out / "deploy", capture_output=True, text=True, timeout=120
     )
     assert loaded.returncode == 0, loaded.stderr
 

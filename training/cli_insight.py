@@ -1,0 +1,87 @@
+"""Verbs that look into what was found: `explain`, `importance`.
+
+Imported by `cli.main`, which owns the application object.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from routepilot.training.cli import JsonOpt, app
+
+if TYPE_CHECKING:
+    from routepilot.training.explain import Explanation
+
+#: Operators shown of each engine.
+SHOWN = 12
+
+
+@app.command()
+def explain(
+    run: Annotated[Path, typer.Argument(help="Folder that `routepilot tune -o` wrote.")],
+    json: JsonOpt = False,
+) -> None:
+    """Say why the winner of a run is fast.
+
+    Builds and times the winner again without each of its knobs, looks into the default engine and
+    the winner with the compiler's own profiler, and names the models that the policy reasoned
+    from. The builds are counted; the run's records stay as they are.
+
+    Example: routepilot explain tuned
+    """
+    from routepilot.training import console
+    from routepilot.training.explain import explain as work
+
+    found = work(run, say=(lambda _: None) if json else console.say)
+    if json:
+        console.print_json(found.as_json())
+        return
+    _print(found)
+
+
+def _print(found: Explanation) -> None:
+    from routepilot.training import console
+
+    rows = []
+    for knob in found.knobs:
+        effect = "no accurate engine without it"
+        if knob.effect is not None and knob.low is not None and knob.high is not None:
+            effect = console.ratio_text(knob.effect, knob.low, knob.high)
+        rows.append((f"{knob.knob}={knob.value}", knob.verdict, effect, knob.reason))
+    console.print_table(
+        f"{found.model}: {found.route or 'the default route'}; {found.builds} builds",
+        ("knob", "verdict", "speed-up it brings", "without it"),
+        rows,
+    )
+    if not found.route.is_default:
+        console.out.print(
+            f"as fast with: {found.minimal or 'the default route'}"
+            f" ({console.speedup_text(*found.minimal_speedup)})",
+            markup=False,
+        )
+    engines = [(n, e) for n, e in (("default", found.default), ("winner", found.winner)) if e]
+    kinds = list(dict.fromkeys(k for _, e in engines for k in [*e.by_kind(), *e.nodes]))
+    spent = {k: max(e.by_kind().get(k, 0.0) for _, e in engines) for k in kinds}
+    shown = sorted(kinds, key=lambda k: -spent[k])[:SHOWN]
+    console.print_table(
+        "engines from the inside: milliseconds by operator (nodes)",
+        ("operator", *(name for name, _ in engines)),
+        [
+            *(
+                (k, *(f"{e.by_kind().get(k, 0.0):.4f} ({e.nodes.get(k, 0)})" for _, e in engines))
+                for k in shown
+            ),
+            ("sum of layers", *(f"{e.sum_ms:.4f}" for _, e in engines)),
+            ("end to end", *(f"{e.end_to_end_ms:.4f}" for _, e in engines)),
+            ("end to end, profiled", *(f"{e.profiled_ms:.4f}" for _, e in engines)),
+        ],
+    )
+    if found.models:
+        console.print_table(
+            "models that the policy reasoned from",
+            ("model", "likeness"),
+            [(name, f"{value:.3f}") for name, value in found.models],
+        )
