@@ -76,6 +76,15 @@ class Agent(Protocol):
         ...
 
 
+@runtime_checkable
+class Expecting(Protocol):
+    """An agent that can say what it still expects to gain."""
+
+    def expected_gain(self) -> float:
+        """Largest expected log speed-up of one more build over the best so far."""
+        ...
+
+
 AgentFactory = Callable[[Problem], Agent]
 
 

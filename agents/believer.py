@@ -71,6 +71,15 @@ class BelieverAgent(OrderedAgent):
             if new:
                 self._begin([*self._episode.routes, *new])
 
+    def expected_gain(self) -> float:
+        """See `Expecting`: the largest expected feasible improvement of an untried candidate."""
+        belief = self._episode.belief
+        improvement = belief.p_feasible(self.problem.tolerance) * belief.expected_improvement(
+            self._episode.best
+        )
+        free = np.array([route not in self.told for route in self._episode.routes], bool)
+        return float(improvement[free].max(initial=0.0))
+
     def _first_candidates(self) -> list[Route]:
         if self.problem.candidates is not None:
             return [r for r in self.problem.candidates if self.problem.may_ask(r)]

@@ -96,6 +96,11 @@ class TimingPlan:
                 f"{self.quadruples} quadruples are not allowed; give {SMALLEST_SAMPLE} or more"
             )
 
+    @property
+    def half_width(self) -> float:
+        """Log ratio that a measurement can just tell from nothing: its interval's half width."""
+        return self.precision + self.margin
+
 
 @lru_cache
 def interval_rank(count: int) -> tuple[int, float]:

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from routepilot.env.errors import RoutePilotError
+from routepilot.training.effort import Effort, preset
 
 #: Exit code after Ctrl-C.
 INTERRUPTED = 130
@@ -51,7 +52,19 @@ LimitOpt = Annotated[
     typer.Option("--limit", help="Limit of one output, name=0.05; repeatable."),
 ]
 BuildsOpt = Annotated[
-    int, typer.Option(help="Routes to build, failures included; default and confirmation on top.")
+    int | None,
+    typer.Option(
+        help="Routes to build, failures included; default and confirmation on top. By --effort"
+        " when absent."
+    ),
+]
+EffortOpt = Annotated[Effort, typer.Option(help="Preset of budgets and timing.")]
+AllowOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        help="Overlook this difference to the records in OUT, e.g. versions.onnx; repeatable.",
+    ),
 ]
 SecondsOpt = Annotated[
     float | None, typer.Option(help="Seconds of building and measuring to spend.")
@@ -69,8 +82,16 @@ def tune(
         str | None, typer.Option(help="Released policy by name, or a .safetensors file.")
     ] = None,
     agent: Annotated[str | None, typer.Option(help="Choose by another agent, e.g. random.")] = None,
-    max_builds: BuildsOpt = 8,
+    effort: EffortOpt = Effort.STANDARD,
+    max_builds: BuildsOpt = None,
     max_seconds: SecondsOpt = None,
+    until_noise: Annotated[
+        bool,
+        typer.Option(
+            "--until-noise", help="Stop once the expected gain is below what timing can tell."
+        ),
+    ] = False,
+    allow: AllowOpt = None,
     shape: ShapeOpt = None,
     inputs: InputsOpt = None,
     tolerance: ToleranceOpt = 1e-2,
@@ -95,21 +116,26 @@ def tune(
     from routepilot.training.session import SessionConfig
     from routepilot.training.tune import tune as run
 
+    chosen = preset(effort)
+    builds = chosen.builds if max_builds is None else max_builds
     gate = gate_from_options(metric, tolerance, limit)
     prepared = prepare_model(model, shape, inputs, seed).model
-    with console.Steps(f"tune {prepared.name}", max_builds, quiet=json) as steps:
+    with console.Steps(f"tune {prepared.name}", builds, quiet=json) as steps:
         result = run(
             prepared,
             backend=backend,
             policy=policy,
             agent=agent,
-            max_builds=max_builds,
+            max_builds=builds,
             max_seconds=max_seconds,
+            until_noise=until_noise,
             out=out,
             gate=gate,
             threads=threads,
             seed=seed,
-            config=SessionConfig(deadline_seconds=deadline),
+            config=SessionConfig(
+                plan=chosen.plan, deadline_seconds=deadline, allow=tuple(allow or ())
+            ),
             say=(lambda _: None) if json else console.say,
             on_outcome=lambda number, outcome: steps.step(number, console.outcome_text(outcome)),
         )
@@ -144,8 +170,10 @@ def compare(
     table: Annotated[
         str | None, typer.Option(help="Route table for agents that learn from one.")
     ] = None,
-    max_builds: BuildsOpt = 6,
+    effort: EffortOpt = Effort.STANDARD,
+    max_builds: BuildsOpt = None,
     max_seconds: SecondsOpt = None,
+    allow: AllowOpt = None,
     shape: ShapeOpt = None,
     inputs: InputsOpt = None,
     tolerance: ToleranceOpt = 1e-2,
@@ -166,19 +194,23 @@ def compare(
     from routepilot.training.search import Budget
     from routepilot.training.session import SessionConfig
 
+    chosen = preset(effort)
+    builds = chosen.builds if max_builds is None else max_builds
     config = SessionConfig(
         backend=backend,
         options={"threads": str(threads)},
         gate=gate_from_options(metric, tolerance, limit),
+        plan=chosen.plan,
         deadline_seconds=deadline,
+        allow=tuple(allow or ()),
     )
     named = prepare_model(model, shape, inputs, seed)
     names = [name.strip() for name in agents.split(",") if name.strip()]
-    with console.Steps(f"compare on {named.model.name}", max_builds, quiet=json) as steps:
+    with console.Steps(f"compare on {named.model.name}", builds, quiet=json) as steps:
         rows = run(
             named,
             names,
-            Budget(max_builds, max_seconds),
+            Budget(builds, max_seconds),
             config,
             out,
             table=table,
@@ -192,7 +224,7 @@ def compare(
     if json:
         console.print_json({"agents": {name: row.as_json() for name, row in rows.items()}})
         return
-    console.print_comparison(f"{named.model.name}: {max_builds} builds each", rows)
+    console.print_comparison(f"{named.model.name}: {builds} builds each", rows)
 
 
 @app.command()
@@ -311,7 +343,7 @@ def report(
 @app.command()
 def demo(
     out: OutOpt = Path("routepilot-demo"),
-    max_builds: BuildsOpt = 6,
+    max_builds: Annotated[int, typer.Option(help="Routes each agent may build.")] = 6,
     seed: SeedOpt = 0,
     json: JsonOpt = False,
 ) -> None:

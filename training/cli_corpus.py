@@ -5,16 +5,28 @@ Imported by `cli.main`, which owns the application object.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from routepilot.env.errors import InputError
-from routepilot.training.cli import BackendOpt, JsonOpt, SeedOpt, ThreadsOpt, app
+from routepilot.training.cli import (
+    AllowOpt,
+    BackendOpt,
+    EffortOpt,
+    JsonOpt,
+    SecondsOpt,
+    SeedOpt,
+    ThreadsOpt,
+    app,
+)
+from routepilot.training.effort import Effort, preset
 
 if TYPE_CHECKING:
     from routepilot.training.collect import CorpusModel
@@ -120,7 +132,12 @@ def collect(
     ] = "zoo",
     backend: BackendOpt = "cpu",
     threads: ThreadsOpt = 1,
-    routes: Annotated[int, typer.Option(help="Routes a model, common to all.")] = 96,
+    effort: EffortOpt = Effort.STANDARD,
+    routes: Annotated[
+        int | None, typer.Option(help="Routes a model, common to all. By --effort when absent.")
+    ] = None,
+    max_seconds: SecondsOpt = None,
+    allow: AllowOpt = None,
     controls: Annotated[int, typer.Option(help="Rebuilds of the default a model.")] = 3,
     recheck: Annotated[
         int, typer.Option(help="So many of a model's fastest routes are built and timed again.")
@@ -135,7 +152,8 @@ def collect(
     """Measure many routes on many models into a table.
 
     Runs unattended; every outcome is on disk at once, beside the table, and the same command
-    again continues. Keep the machine quiet meanwhile.
+    again continues. After --max-seconds the table holds what there is. Keep the machine quiet
+    meanwhile.
 
     Example: routepilot collect -o cpu.parquet --models zoo --routes 96 --workers 2
     """
@@ -154,11 +172,17 @@ def collect(
     ensure_folder(out.parent)
     store = out.with_suffix(".sqlite")
     config = SessionConfig(
-        backend=backend, options={"threads": str(threads)}, deadline_seconds=deadline
+        backend=backend,
+        options={"threads": str(threads)},
+        plan=preset(effort).plan,
+        deadline_seconds=deadline,
+        allow=tuple(allow or ()),
     )
     compiler = load_backend(backend, config.options)
     corpus = _corpus(models, seed)
-    plan = collecting.plan_routes(compiler.catalog(), routes, seed)
+    count = preset(effort).routes if routes is None else routes
+    plan = collecting.plan_routes(compiler.catalog(), count, seed)
+    end = math.inf if max_seconds is None else time.monotonic() + max_seconds
     total = len(corpus) * (len(plan) + controls + 1)
     stop = threading.Event()
     previous = signal.signal(signal.SIGINT, lambda *_: stop.set())
@@ -185,7 +209,7 @@ def collect(
                 repeats=collecting.Repeats(controls, recheck),
                 cores=tuple(range(workers)) if threads == 1 else (),
                 on_progress=hear,
-                should_stop=stop.is_set,
+                should_stop=lambda: stop.is_set() or time.monotonic() >= end,
             )
     finally:
         signal.signal(signal.SIGINT, previous)

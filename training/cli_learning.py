@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from routepilot.training.cli import JsonOpt, SeedOpt, app
+from routepilot.training.cli import EffortOpt, JsonOpt, SeedOpt, app
+from routepilot.training.effort import Effort, preset
 
 
 @app.command()
@@ -22,6 +23,7 @@ def train(
     hold_out: Annotated[
         str, typer.Option(help="Families left out of training, separated by commas.")
     ] = "",
+    effort: EffortOpt = Effort.STANDARD,
     max_seconds: Annotated[
         float | None, typer.Option(help="Stop training after this many seconds.")
     ] = None,
@@ -51,7 +53,7 @@ def train(
         )
     result = run(
         source,
-        TrainConfig(seed=seed, max_seconds=max_seconds),
+        TrainConfig(seed=seed, steps=preset(effort).steps, max_seconds=max_seconds),
         held_out=families,
         out=out,
         name=name,

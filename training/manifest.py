@@ -14,6 +14,8 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from routepilot.training.machine import clocks
+
 #: Packages whose version can change a figure.
 PACKAGES = (
     "routepilot",
@@ -24,6 +26,8 @@ PACKAGES = (
     "torch",
     "stable-baselines3",
     "gymnasium",
+    "tensorrt",
+    "onnxruntime-gpu",
 )
 
 
@@ -75,6 +79,7 @@ def manifest(**extra: object) -> dict[str, object]:
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count() or 1,
         "load": [round(x, 2) for x in load],
+        "clocks": clocks(),
         "packages": package_versions(),
         "git": git_state(),
         **extra,

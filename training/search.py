@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from routepilot.agents.base import Agent
+from routepilot.agents.base import Agent, Expecting
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import DEFAULT_ROUTE, Route
 from routepilot.training.session import Session
@@ -30,10 +30,13 @@ class Budget:
         max_builds: Routes built, failures included. The default engine, which every session
             needs, and the confirmation builds come on top and are reported beside it.
         max_seconds: Seconds of building and measuring, or None.
+        min_gain: Stop once the agent expects less of the next build than this log speed-up; None
+            never does. Only an agent that is `Expecting` can be stopped so.
     """
 
     max_builds: int
     max_seconds: float | None = None
+    min_gain: float | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Search:
         agent: Its name.
         outcomes: In the order asked, the default's not among them.
         seconds: Build and measure seconds of the outcomes, plus the agent's own thinking.
-        ended_by: `agent`, `builds` or `seconds`.
+        ended_by: `agent`, `builds`, `seconds` or `noise` (expected gain below `min_gain`).
     """
 
     agent: str
@@ -123,6 +126,10 @@ def run_search(
             ended_by = "seconds"
             break
         start = time.monotonic()
+        if budget.min_gain is not None and isinstance(agent, Expecting):
+            if agent.expected_gain() < budget.min_gain:
+                ended_by = "noise"
+                break
         route = agent.ask()
         thinking += time.monotonic() - start
         if route is None:

@@ -16,6 +16,7 @@ from types import TracebackType
 from routepilot.env.accuracy import Gate, regate
 from routepilot.env.backends import load_backend
 from routepilot.env.backends.base import Backend
+from routepilot.env.errors import RouteError, TableError
 from routepilot.env.features import model_features
 from routepilot.env.measure import TimingPlan
 from routepilot.env.models import Model
@@ -44,6 +45,8 @@ class SessionConfig:
         deadline_seconds: Wall-clock limit of one build with its measurement.
         memory_limit_bytes: Limit on a child's resident memory; None for the worker's default.
         cpu: Core the child is pinned to; None leaves it free.
+        allow: Differences of another target to overlook, e.g. `versions.onnx`: records that
+            differ in nothing else answer for this target too.
     """
 
     backend: str = "cpu"
@@ -53,6 +56,7 @@ class SessionConfig:
     deadline_seconds: float = 120.0
     memory_limit_bytes: int | None = None
     cpu: int | None = None
+    allow: tuple[str, ...] = ()
 
 
 class Session:
@@ -86,8 +90,8 @@ class Session:
         self._family, self._trained = family, trained
         self._worker: Worker | None = None
         self._workdir = workdir
+        self._known = {**self._overlooked(), **self._on_record(self.target.key)}
         store.add_target(self.target, self.catalog)
-        self._known = self._reusable(store.outcomes(model.fingerprint, self.target.key))
         self.fresh_builds = 0
         self._waited = 0.0
 
@@ -222,6 +226,42 @@ class Session:
         )
         self._known[outcome.route] = outcome
         self.fresh_builds += 1
+
+    def _on_record(self, target_key: str) -> dict[Route, Outcome]:
+        return self._reusable(self._store.outcomes(self.model.fingerprint, target_key))
+
+    def _overlooked(self) -> dict[Route, Outcome]:
+        """Outcomes of other targets that `allow` lets in; the rest is refused, never mixed.
+
+        Raises:
+            TableError: The store holds records of another target; the message names what differs.
+        """
+        found: dict[Route, Outcome] = {}
+        for other in self._store.other_targets(self.target):
+            differences = self.target.differences(other)
+            refused = [name for name in differences if name not in self.config.allow]
+            if refused:
+                words = ", ".join(
+                    f"{name} is {differences[name][0]!r} here and {differences[name][1]!r} there"
+                    for name in refused
+                )
+                raise TableError(
+                    f"record store {self._store.path.name!r} holds records of another target:"
+                    f" {words}; use another folder, or overlook it with"
+                    f" {' '.join(f'--allow {name}' for name in differences)}"
+                )
+            found.update(
+                (route, outcome)
+                for route, outcome in self._on_record(other.key).items()
+                if self._is_ours(route)
+            )
+        return found
+
+    def _is_ours(self, route: Route) -> bool:
+        try:
+            return self.catalog.is_legal(self.catalog.route(route.values))
+        except RouteError:
+            return False
 
     def _reusable(self, stored: Mapping[Route, tuple[Outcome, ...]]) -> dict[Route, Outcome]:
         """Stored outcomes as this session's gate sees them; untimed ones that now pass go."""

@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from routepilot.agents import make_agent
-from routepilot.agents.base import Problem
+from routepilot.agents.base import Expecting, Problem
 from routepilot.env.accuracy import Gate
-from routepilot.env.errors import InputError
+from routepilot.env.errors import InputError, MachineError
 from routepilot.env.models import Model, prepare
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import DEFAULT_ROUTE
@@ -29,6 +29,9 @@ from routepilot.training.manifest import manifest
 from routepilot.training.runs import RECORDS, RESULT, Run, read_result, write_run
 from routepilot.training.search import Budget, Confirmed, Search, confirm_best, run_search
 from routepilot.training.session import Say, Session, SessionConfig, silent
+
+#: Longest build of the default route, seconds, that is repeated for the noise floor.
+CHEAP_BUILD_SECONDS = 10.0
 
 #: The answer while nothing is confirmed yet.
 UNCONFIRMED = Confirmed(DEFAULT_ROUTE, 0.0, 0.0, 0.0, None, 0, "nothing is confirmed yet")
@@ -144,6 +147,7 @@ def tune(
     threads: int = 1,
     seed: int = 0,
     config: SessionConfig | None = None,
+    until_noise: bool = False,
     say: Say = silent,
     on_outcome: Callable[[int, Outcome], None] | None = None,
 ) -> TuneResult:
@@ -165,6 +169,8 @@ def tune(
         threads: Threads an engine may use.
         seed: Seed of the inputs and of the agent.
         config: Finer settings; its backend, threads and gate are overridden by the arguments.
+        until_noise: Stop once the agent expects less of the next build than what timing cannot
+            tell apart (`TimingPlan.half_width`). Needs an agent with a belief.
         say: Hears one line at each phase.
         on_outcome: Hears each build's number and outcome.
 
@@ -206,7 +212,11 @@ def tune(
         say(f"default route of {prepared.name} on {backend}, {threads} thread(s)")
         default = session.default()
         facts = manifest(
-            seed=seed, gate={"metric": settings.gate.metric, "limit": settings.gate.limit}
+            seed=seed,
+            gate={"metric": settings.gate.metric, "limit": settings.gate.limit},
+            catalog=f"{session.catalog.name} {session.catalog.version}",
+            timing=asdict(settings.plan),
+            allowed=list(settings.allow),
         )
 
         def result_of(search: Search, confirmed: Confirmed, state: str) -> TuneResult:
@@ -227,10 +237,15 @@ def tune(
                 default_latency_ms=default.measurement.latency_ms if default.measurement else 0.0,
                 seconds=seconds,
                 overhead_seconds=seconds - session.worker_seconds,
-                manifest={**facts, "fresh_builds": session.fresh_builds},
+                manifest={
+                    **facts,
+                    "noise_floor": noise,
+                    "fresh_builds": session.fresh_builds,
+                },
                 state=state,
             )
 
+        noise: float | None = None
         so_far: list[Outcome] = []
         keeps = out is not None and not _is_answered(folder, prepared, session.target.key)
 
@@ -242,7 +257,15 @@ def tune(
             if on_outcome is not None:
                 on_outcome(number, outcome)
 
-        search = run_search(session, searcher, Budget(max_builds, max_seconds), on_outcome=hear)
+        if until_noise and not isinstance(searcher, Expecting):
+            raise InputError(
+                f"agent {searcher.name} has no expectation to stop by; drop --until-noise, or"
+                " choose by a policy, two-way-gp or thompson"
+            )
+        smallest = settings.plan.half_width if until_noise else None
+        budget = Budget(max_builds, max_seconds, smallest)
+        search = run_search(session, searcher, budget, on_outcome=hear)
+        noise = _noise_floor(session)
         say("confirming the winner with fresh builds and other inputs")
         confirmed = confirm_best(
             session, search.promising(), deploy.draft(folder) if out is not None else None
@@ -252,6 +275,20 @@ def tune(
         deploy.finish(folder, result.as_json())
         write_json(folder / RESULT, result.as_json())
     return result
+
+
+def _noise_floor(session: Session) -> float | None:
+    """The session's noise floor, log ratio; None where one more build of the default is dear.
+
+    It costs a build of the default route, and says what a reader may make of a small speed-up.
+    """
+    default = session.default()
+    if default.build_seconds > CHEAP_BUILD_SECONDS:
+        return None
+    try:
+        return session.noise_floor()
+    except MachineError:
+        return None
 
 
 def _run_of(

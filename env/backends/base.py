@@ -51,6 +51,15 @@ class Target:
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def differences(self, other: Target) -> dict[str, tuple[str, str]]:
+        """Every thing in which two targets differ, e.g. `settings.threads`: here and there."""
+        mine, theirs = _leaves(asdict(self)), _leaves(asdict(other))
+        return {
+            name: (mine.get(name, "absent"), theirs.get(name, "absent"))
+            for name in {**mine, **theirs}
+            if mine.get(name) != theirs.get(name)
+        }
+
     def difference(self, other: Target) -> str:
         """The first thing in which two targets differ, for messages; empty when equal."""
         mine, theirs = asdict(self), asdict(other)
@@ -58,6 +67,17 @@ class Target:
             if value != theirs[name]:
                 return f"{name} is {value!r} here and {theirs[name]!r} there"
         return ""
+
+
+def _leaves(data: Mapping[str, object], prefix: str = "") -> dict[str, str]:
+    """A nested mapping as dotted names."""
+    found: dict[str, str] = {}
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            found |= _leaves(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = str(value)
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,154 @@
+"""Budgets, presets, other targets, and what a manifest says of the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import cast
+
+import pytest
+import synthetic
+
+from routepilot.agents import make_agent
+from routepilot.agents.base import Expecting, Problem, search
+from routepilot.env.backends.recorded import ModelReplay, Replay
+from routepilot.env.errors import InputError, TableError
+from routepilot.env.models import Model
+from routepilot.env.outcomes import Outcome
+from routepilot.env.routes import Route
+from routepilot.env.store import RecordStore
+from routepilot.training import machine
+from routepilot.training.effort import Effort, preset
+from routepilot.training.manifest import manifest
+from routepilot.training.search import Budget, run_search
+from routepilot.training.session import Session, SessionConfig
+from routepilot.training.tune import tune
+
+
+def test_efforts_spend_more_and_measure_closer_in_order() -> None:
+    quick, standard, thorough = (preset(effort) for effort in Effort)
+    assert quick.builds < standard.builds < thorough.builds
+    assert quick.routes < standard.routes < thorough.routes
+    assert quick.steps < standard.steps < thorough.steps
+    assert quick.plan.precision > standard.plan.precision > thorough.plan.precision
+
+
+def test_expected_gain_falls_as_the_best_routes_are_built() -> None:
+    replay = Replay(synthetic.table())
+    model = replay.models[0]
+    rest = replay.without_families((model.card.family,))
+    problem = Problem(replay.catalog, model.card.features, model.routes, 16, 0)
+    agent = make_agent("two-way-gp", problem, replay=rest)
+    assert isinstance(agent, Expecting)
+    expected = [agent.expected_gain()]
+    recorded = dict(zip(model.routes, model.outcomes, strict=True))
+    search(agent, lambda route: recorded.get(route, model.default), 12)
+    expected.append(agent.expected_gain())
+    assert expected[0] > 0.1 > expected[1] >= 0
+
+
+class Replayed:
+    """A fake session that answers from a table."""
+
+    def __init__(self, model: ModelReplay) -> None:
+        self._model = model
+        self._recorded = dict(zip(model.routes, model.outcomes, strict=True))
+
+    def default(self) -> Outcome:
+        return self._model.default
+
+    def outcome(self, route: Route, incumbent: float | None = None) -> Outcome:
+        del incumbent
+        return self._recorded[route]
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_search_stops_under_the_noise_and_misses_no_more_than_that(place: int) -> None:
+    replay = Replay(synthetic.table())
+    model = replay.models[place]
+    rest = replay.without_families((model.card.family,))
+    problem = Problem(replay.catalog, model.card.features, model.routes, 60, 0)
+    agent = make_agent("two-way-gp", problem, replay=rest)
+    budget = Budget(60, min_gain=0.025)
+    found = run_search(cast(Session, Replayed(model)), agent, budget)
+    assert found.ended_by == "noise" and found.builds < len(model.routes)
+    best = max(outcome.gain for outcome in found.outcomes)
+    assert best > model.oracle - 0.1
+
+
+def test_tune_tells_its_noise_floor(tiny: Model, tmp_path: Path) -> None:
+    floor = tune(tiny, out=tmp_path, agent="default", max_builds=0).manifest["noise_floor"]
+    assert isinstance(floor, float) and 0 < floor < 1
+
+
+def test_until_noise_needs_an_agent_with_a_belief(tiny: Model, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="until-noise"):
+        tune(tiny, out=tmp_path, agent="random", until_noise=True, max_builds=2)
+
+
+def test_records_of_another_target_are_refused_by_name_and_allowed_by_name(
+    tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from routepilot.env.backends import cpu
+
+    result = tune(tiny, out=tmp_path, agent="fast", max_builds=2)
+    monkeypatch.setattr(cpu, "processor", lambda: "another processor")
+    with pytest.raises(TableError) as caught:
+        tune(tiny, out=tmp_path, agent="fast", max_builds=2)
+    told = str(caught.value)
+    assert "device is 'another processor' here" in told and "--allow device" in told
+    with RecordStore(tmp_path / "records.sqlite") as store:
+        assert len(store.targets()) == 1, "a refused target leaves no trace"
+    config = SessionConfig(allow=("device",))
+    again = tune(tiny, out=tmp_path, agent="fast", max_builds=2, config=config)
+    assert again.manifest["fresh_builds"] == 0
+    assert again.manifest["allowed"] == ["device"]
+    assert [o.route for o in again.search.outcomes] == [o.route for o in result.search.outcomes]
+
+
+def test_what_is_allowed_is_exactly_what_is_overlooked(
+    tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from routepilot.env.backends import cpu
+
+    tune(tiny, out=tmp_path, agent="default", max_builds=0)
+    monkeypatch.setattr(cpu, "processor", lambda: "another processor")
+    config = SessionConfig(options={"threads": "1"}, allow=("versions.onnx",))
+    with RecordStore(tmp_path / "records.sqlite") as store:
+        with pytest.raises(TableError, match="device"):
+            Session(tiny, config, store, tmp_path / "work")
+
+
+def test_a_manifest_tells_of_clocks_and_of_who_else_uses_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"  # a fake: it answers as the tool does
+    tool.write_text(
+        "#!/bin/sh\ncase $1 in\n"
+        "--query-gpu*) echo 'Fake GPU, 600.1, 1410, 1593, 1980, 41, 75.1, Enabled, Default';;\n"
+        "*) echo '/usr/bin/somebody';;\nesac\n"
+    )
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "scaling_governor").write_text("powersave\n")
+    monkeypatch.setattr(machine, "CPU_CLOCK", tmp_path)
+    found = manifest(seed=3)
+    clocks = found["clocks"]
+    assert isinstance(clocks, dict)
+    assert clocks["cpu"] == {"scaling_governor": "powersave"}
+    assert clocks["gpus"][0]["clocks.sm"] == "1410"
+    assert clocks["gpu_processes"] == ["somebody"]
+    json.dumps(found)
+
+
+def test_a_tool_that_fails_is_nothing_to_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine, "CPU_CLOCK", tmp_path / "nowhere")
+    assert machine.clocks() == {}
