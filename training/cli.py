@@ -7,6 +7,7 @@ interrupted with everything saved. Heavy imports happen inside the verbs.
 from __future__ import annotations
 
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,16 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class ReportForm(str, Enum):
+    """Forms of a report."""
+
+    HTML = "html"
+    MARKDOWN = "md"
+    SVG = "svg"
+    PNG = "png"
+
 
 ModelArg = Annotated[
     str, typer.Argument(help="ONNX file, or zoo:NAME (see `routepilot zoo list`).")
@@ -329,15 +340,28 @@ def doctor(backend: BackendOpt = "cpu", json: JsonOpt = False) -> None:
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="Folder that `routepilot tune -o` wrote.")],
+    form: Annotated[
+        ReportForm, typer.Option("--format", help="html; md for a pull request; svg, png: figure.")
+    ] = ReportForm.HTML,
 ) -> None:
-    """Write report.html of a finished run anew.
+    """Write the report of a run anew.
 
-    Example: routepilot report tuned
+    What `compare` and `explain` left in the folder is on the page too. Figures need the extra
+    `plots`.
+
+    Example: routepilot report tuned --format md
     """
     from routepilot.training import console
-    from routepilot.training.report import write_report
+    from routepilot.training.plots import write_figure
+    from routepilot.training.report import write_report, write_summary
 
-    console.out.print(str(write_report(run)), markup=False)
+    if form is ReportForm.HTML:
+        path = write_report(run)
+    elif form is ReportForm.MARKDOWN:
+        path = write_summary(run)
+    else:
+        path = write_figure(run, form.value)
+    console.out.print(str(path), markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from routepilot.training.cli import JsonOpt, app
+from routepilot.training.cli import JsonOpt, SeedOpt, app
 
 if TYPE_CHECKING:
     from routepilot.training.explain import Explanation
@@ -85,3 +85,38 @@ def _print(found: Explanation) -> None:
             ("model", "likeness"),
             [(name, f"{value:.3f}") for name, value in found.models],
         )
+
+
+@app.command()
+def importance(
+    table: Annotated[str, typer.Argument(help="Table file, or the name of a released table.")],
+    model: Annotated[
+        str | None, typer.Option(help="One model by name; the whole corpus when absent.")
+    ] = None,
+    seed: SeedOpt = 0,
+    json: JsonOpt = False,
+) -> None:
+    """Say which knobs move the speed, over one model or a corpus.
+
+    Permutation importance of a random forest on routes it was not fitted to, with 95 % intervals:
+    over resampled routes for one model, over resampled models for a corpus. Needs the extra
+    `bayes`.
+
+    Example: routepilot importance cpu --model ddddocr
+    """
+    from routepilot.env.tables import load_table
+    from routepilot.training import console
+    from routepilot.training.defaults import find_table
+    from routepilot.training.importance import importance as work
+    from routepilot.training.importance import shown
+
+    found = work(load_table(find_table(table)), model, seed)
+    if json:
+        console.print_json(found.as_json())
+        return
+    console.print_table(
+        f"{model or f'{len(found.models)} models'}: the knobs explain {100 * found.r2:.0f} % of"
+        " the variance of log speed-ups on routes not fitted",
+        ("knob", "goes unexplained without it", "95 %"),
+        shown(found.knobs),
+    )

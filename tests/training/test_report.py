@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from routepilot.env.errors import InputError
-from routepilot.training.report import chart, render, write_report
+from routepilot.training.charts import best_so_far, frontier
+from routepilot.training.effects import knob_effects
+from routepilot.training.plots import write_figure
+from routepilot.training.report import render, summary, write_report
 
 
 def trial(route: str, status: str = "ok", speedup: float | None = 1.5) -> dict[str, Any]:
@@ -57,7 +60,7 @@ class Outside(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.scripts += tag == "script"
-        self.fetched += [v for k, v in attrs if k in ("src", "href") and v]
+        self.fetched += [v for k, v in attrs if k in ("src", "href") and v and v != "data:,"]
 
 
 def test_page_holds_the_answer_and_fetches_nothing() -> None:
@@ -73,7 +76,7 @@ def test_names_from_outside_are_escaped() -> None:
     page = render(result(model="<script>alert(1)</script>", note="<img src=x>"))
     parser = Outside()
     parser.feed(page)
-    assert parser.scripts == 0
+    assert parser.scripts == 1, "the sorting script alone"
     assert "&lt;script&gt;" in page
 
 
@@ -84,7 +87,8 @@ def test_default_answer_says_why() -> None:
 
 
 def test_chart_steps_up_only() -> None:
-    drawn = chart([trial("a", speedup=0.5), trial("b", speedup=2.0), trial("c", speedup=1.2)])
+    made = [trial("a", speedup=0.5), trial("b", speedup=2.0), trial("c", speedup=1.2)]
+    drawn = best_so_far(made, seconds=False)
     heights = [
         float(step.split()[1]) for step in drawn["path"].split(" V ")[1:] for step in ["V " + step]
     ]
@@ -104,3 +108,82 @@ def test_folder_without_a_result_is_refused(tmp_path: Path) -> None:
 def test_written_page_matches_the_result(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text(json.dumps(result(model="Grüße")))
     assert "Grüße" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_the_front_holds_what_nothing_feasible_beats() -> None:
+    made = [
+        {**trial("-a=1", speedup=1.2), "losses": {"rel_l2": 1e-6}},
+        {**trial("-a=2", speedup=1.1), "losses": {"rel_l2": 1e-4}},
+        {**trial("-a=3", speedup=2.0), "losses": {"rel_l2": 1e-3}},
+        {**trial("-a=4", "accuracy_failed", 5.0), "losses": {"rel_l2": 0.3}},
+        {**trial("-a=5", "invalid_output", None), "losses": {"rel_l2": "inf"}},
+    ]
+    drawn = frontier(made, 1e-2)
+    assert len(drawn["front"].split()) == 2
+    assert len(drawn["points"]) == 4
+    beyond = [p["x"] > drawn["limit_x"] for p in drawn["points"]]
+    assert beyond == [False, False, False, True]
+
+
+def test_effects_recover_what_was_put_in() -> None:
+    made = []
+    for number in range(24):
+        settings = [f"-a={number % 2}", f"-b={number // 2 % 2}", f"-c={number // 4 % 2}"]
+        kept = [s for s in settings if s.endswith("1")]
+        speedup = 2.0 ** ("-a=1" in kept) * 0.8 ** ("-b=1" in kept)
+        made.append(trial(" ".join(kept), speedup=speedup))
+    effects = {e["setting"]: e for e in knob_effects(made)}
+    assert 1.8 < effects["-a=1"]["speedup"] < 2.05
+    assert effects["-b=1"]["high"] < 1.0
+    assert effects["-c=1"]["low"] <= 1.03 and effects["-c=1"]["high"] >= 0.97
+    assert knob_effects(made[:3]) == []
+
+
+def test_failures_are_told_in_the_compilers_words() -> None:
+    failed = {**trial("-x=1", "build_failed", None), "reason": "no kernel for <Op>"}
+    page = render(result(trials=[failed, failed, trial("-y=1")]))
+    assert page.count("no kernel for &lt;Op&gt;") == 3  # two builds, one kind of failure
+
+
+def test_comparison_and_explanation_are_on_the_page() -> None:
+    row = {
+        **{"builds": 2, "seconds": 1.0, "route": "", "speedup": 1.0},
+        **{"speedup_low": 1.0, "speedup_high": 1.0},
+    }
+    comparison = {"fingerprint": "f" * 64, "agents": {"some agent": row}}
+    engine = {"by_kind": {"Conv": 2.0}, "nodes": {"Conv": 3}, "sum_ms": 2.0, "end_to_end_ms": 2.5}
+    knob = {"knob": "-k", "value": "v", "verdict": "needed", "reason": "too far off"}
+    explanation = {
+        "builds": 4,
+        "knobs": [{**knob, "speedup": None}],
+        "minimal": {"route": "", "speedup": 1.2},
+        "engines": {"default": engine, "winner": engine},
+        "models": [{"name": "a relative", "likeness": 0.5}],
+    }
+    page = render(result(), comparison, explanation)
+    for words in ("some agent", "too far off", "sum of layers", "a relative"):
+        assert words in page
+    assert "some agent" not in render(result(), {**comparison, "fingerprint": "other"})
+
+
+def test_summary_cannot_be_broken_by_names() -> None:
+    text = summary(result(model="a|b <img>\n`x`"))
+    assert "<img>" not in text and "a\\|b" in text
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    assert len(rows) == 3
+    assert "**1.50x**" in text
+
+
+@pytest.mark.parametrize(("kind", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_figures_are_written(kind: str, magic: bytes, tmp_path: Path) -> None:
+    content = result(model="costs $5 $6")
+    for one in content["trials"]:
+        one |= {"speedup_low": one["speedup"], "speedup_high": one["speedup"]}
+    (tmp_path / "result.json").write_text(json.dumps(content))
+    assert write_figure(tmp_path, kind).read_bytes().startswith(magic)
+
+
+def test_a_result_of_another_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text('{"model": "m"}')
+    with pytest.raises(InputError, match="version"):
+        write_report(tmp_path)

@@ -1,0 +1,137 @@
+"""Geometry of a report's charts, in SVG units; the same points feed the figures of `plots.py`.
+
+Owns scales, ticks and paths. Draws nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+#: Drawing area, in SVG units.
+WIDTH, HEIGHT, MARGIN = 640, 260, 48
+
+#: Speed-ups worth a grid line.
+TICKS = (0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+#: Most ticks of an axis.
+MOST_TICKS = 12
+
+
+def best_so_far(trials: list[dict[str, Any]], *, seconds: bool) -> dict[str, Any]:
+    """Best speed-up so far, with its interval, against builds or seconds.
+
+    Args:
+        trials: `result["trials"]`.
+        seconds: Against seconds of building and measuring instead of builds.
+    """
+    spent = [float(t["build_seconds"] + t.get("measure_seconds", 0.0)) for t in trials]
+    where: list[float] = (
+        [sum(spent[: i + 1]) for i in range(len(spent))] if seconds else _count(trials)
+    )
+    speedups = [t["speedup"] if t["status"] == "ok" and t["speedup"] else None for t in trials]
+    scale = _Speed([s for s in speedups if s])
+    end: float = max([*where, 1.0 if not seconds else 1e-3])
+
+    def x(value: float) -> float:
+        return MARGIN + (WIDTH - 2 * MARGIN) * value / end
+
+    best = (1.0, 1.0, 1.0)
+    steps, band = [f"M {x(0):.1f} {scale.y(1.0):.1f}"], [(x(0), best)]
+    for place, speedup, trial in zip(where, speedups, trials, strict=True):
+        steps.append(f"H {x(place):.1f}")
+        band.append((x(place), best))
+        if speedup and speedup > best[0]:
+            low, high = trial.get("speedup_low"), trial.get("speedup_high")
+            best = (speedup, low or speedup, high or speedup)
+        steps.append(f"V {scale.y(best[0]):.1f}")
+        band.append((x(place), best))
+    upper = [f"{px:.1f},{scale.y(b[2]):.1f}" for px, b in band]
+    lower = [f"{px:.1f},{scale.y(b[1]):.1f}" for px, b in reversed(band)]
+    return {
+        **_area(scale),
+        "path": " ".join(steps),
+        "band": " ".join(upper + lower),
+        "points": [
+            {"x": x(px), "y": scale.y(s) if s else scale.y(1.0), "ok": s is not None, "trial": t}
+            for px, s, t in zip(where, speedups, trials, strict=True)
+        ],
+        "x_ticks": _x_ticks(x, end, whole=not seconds),
+        "x_label": "seconds of building and measuring" if seconds else "builds",
+    }
+
+
+def frontier(trials: list[dict[str, Any]], limit: float) -> dict[str, Any]:
+    """Speed-up against error, with the gate's limit and the front of what passes it.
+
+    Args:
+        trials: `result["trials"]`.
+        limit: Limit of the gate.
+    """
+    points = []
+    for trial in trials:
+        loss = trial["losses"].get("rel_l2")
+        if trial["speedup"] and isinstance(loss, (int, float)) and math.isfinite(loss):
+            points.append((max(float(loss), 1e-8), float(trial["speedup"]), trial))
+    scale = _Speed([p[1] for p in points])
+    low = math.log10(min([p[0] for p in points] + [limit])) - 0.3
+    high = math.log10(max([p[0] for p in points] + [limit])) + 0.3
+
+    def x(loss: float) -> float:
+        return MARGIN + (WIDTH - 2 * MARGIN) * (math.log10(loss) - low) / (high - low)
+
+    front: list[tuple[float, float]] = []
+    for loss, speedup, trial in sorted(points, key=lambda p: (p[0], -p[1])):
+        if trial["status"] == "ok" and (not front or speedup > front[-1][1]):
+            front.append((loss, speedup))
+    return {
+        **_area(scale),
+        "points": [
+            {"x": x(p[0]), "y": scale.y(p[1]), "ok": p[2]["status"] == "ok", "trial": p[2]}
+            for p in points
+        ],
+        "front": " ".join(f"{x(loss):.1f},{scale.y(speedup):.1f}" for loss, speedup in front),
+        "limit_x": x(limit),
+        "limit": limit,
+        "x_ticks": [
+            {"x": x(10.0**power), "text": f"1e{power}"}
+            for power in range(math.ceil(low), math.floor(high) + 1)
+        ],
+        "x_label": "error (relative L2)",
+    }
+
+
+class _Speed:
+    """The logarithmic axis of speed-ups, the default route's 1 always on it."""
+
+    def __init__(self, speedups: list[float]) -> None:
+        self._low = math.log(min([1.0, *speedups])) - 0.08
+        self._high = math.log(max([1.0, *speedups])) + 0.08
+
+    def y(self, speedup: float) -> float:
+        share = (math.log(speedup) - self._low) / (self._high - self._low)
+        inside = min(max(share, -0.05), 1.05)
+        return HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * inside
+
+    def ticks(self) -> list[dict[str, Any]]:
+        shown = [t for t in TICKS if self._low <= math.log(t) <= self._high]
+        every = math.ceil(len(shown) / 7)
+        kept = [t for i, t in enumerate(shown) if t == 1 or (i - shown.index(1)) % every == 0]
+        return [{"y": self.y(t), "text": f"{t:g}x", "is_default": t == 1} for t in kept]
+
+
+def _area(scale: _Speed) -> dict[str, Any]:
+    return {"width": WIDTH, "height": HEIGHT, "margin": MARGIN, "y_ticks": scale.ticks()}
+
+
+def _count(trials: list[dict[str, Any]]) -> list[float]:
+    return [float(i) for i in range(1, len(trials) + 1)]
+
+
+def _x_ticks(x: Any, end: float, *, whole: bool) -> list[dict[str, Any]]:
+    raw = end / MOST_TICKS
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw)
+    step = max(1.0, step) if whole else step
+    count = int(end / step + 1e-9)
+    return [{"x": x(i * step), "text": f"{i * step:g}"} for i in range(count + 1)]
