@@ -77,6 +77,19 @@ class Agent(Protocol):
 
 
 @runtime_checkable
+class Reasoned(Protocol):
+    """An agent that can say why it asked for a route."""
+
+    def why(self) -> tuple[float, float, float] | None:
+        """What it believes of the route asked last; None when nothing is asked.
+
+        Returns:
+            Mean and standard deviation of its log speed-up, and its chance to be accurate.
+        """
+        ...
+
+
+@runtime_checkable
 class Expecting(Protocol):
     """An agent that can say what it still expects to gain."""
 

@@ -71,6 +71,14 @@ class BelieverAgent(OrderedAgent):
             if new:
                 self._begin([*self._episode.routes, *new])
 
+    def why(self) -> tuple[float, float, float] | None:
+        """See `Reasoned`."""
+        if self._pending is None:
+            return None
+        place, belief = self._places[self._pending], self._episode.belief
+        feasible = belief.p_feasible(self.problem.tolerance)[place]
+        return float(belief.speed.mean[place]), float(belief.speed.sd[place]), float(feasible)
+
     def expected_gain(self) -> float:
         """See `Expecting`: the largest expected feasible improvement of an untried candidate."""
         belief = self._episode.belief

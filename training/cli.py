@@ -45,6 +45,7 @@ ModelArg = Annotated[
 BackendOpt = Annotated[str, typer.Option("--backend", "-b", help="Compiler to build with.")]
 ThreadsOpt = Annotated[int, typer.Option(help="Threads an engine may use.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+QuietOpt = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but the result.")]
 SeedOpt = Annotated[int, typer.Option(help="Seed of inputs and agents.")]
 ShapeOpt = Annotated[
     list[str] | None,
@@ -111,6 +112,7 @@ def tune(
     threads: ThreadsOpt = 1,
     deadline: DeadlineOpt = 120.0,
     seed: SeedOpt = 0,
+    quiet: QuietOpt = False,
     json: JsonOpt = False,
 ) -> None:
     """Find the fastest accurate route for a model.
@@ -126,12 +128,13 @@ def tune(
     from routepilot.training.report import write_report
     from routepilot.training.session import SessionConfig
     from routepilot.training.tune import tune as run
+    from routepilot.training.view import SearchView, why_text
 
     chosen = preset(effort)
     builds = chosen.builds if max_builds is None else max_builds
     gate = gate_from_options(metric, tolerance, limit)
     prepared = prepare_model(model, shape, inputs, seed).model
-    with console.Steps(f"tune {prepared.name}", builds, quiet=json) as steps:
+    with SearchView(f"tune {prepared.name}", builds, quiet=json or quiet) as view:
         result = run(
             prepared,
             backend=backend,
@@ -147,8 +150,11 @@ def tune(
             config=SessionConfig(
                 plan=chosen.plan, deadline_seconds=deadline, allow=tuple(allow or ())
             ),
-            say=(lambda _: None) if json else console.say,
-            on_outcome=lambda number, outcome: steps.step(number, console.outcome_text(outcome)),
+            say=view.say,
+            on_outcome=view.outcome,
+            on_ask=lambda number, route, why: view.asking(
+                number, route, why_text(*why) if why else ""
+            ),
         )
     write_report(out)
     if json:
@@ -193,6 +199,7 @@ def compare(
     threads: ThreadsOpt = 1,
     deadline: DeadlineOpt = 120.0,
     seed: SeedOpt = 0,
+    quiet: QuietOpt = False,
     json: JsonOpt = False,
 ) -> None:
     """Run several agents on a model at equal budgets.
@@ -217,7 +224,8 @@ def compare(
     )
     named = prepare_model(model, shape, inputs, seed)
     names = [name.strip() for name in agents.split(",") if name.strip()]
-    with console.Steps(f"compare on {named.model.name}", builds, quiet=json) as steps:
+    quiet = quiet or json
+    with console.Steps(f"compare on {named.model.name}", builds, quiet=quiet) as steps:
         rows = run(
             named,
             names,
@@ -227,7 +235,7 @@ def compare(
             table=table,
             policy=policy,
             seed=seed,
-            say=(lambda _: None) if json else console.say,
+            say=(lambda _: None) if quiet else console.say,
             on_outcome=lambda agent, number, outcome: steps.step(
                 number, f"{agent}: {console.outcome_text(outcome)}", note=agent
             ),

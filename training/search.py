@@ -13,13 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from routepilot.agents.base import Agent, Expecting
+from routepilot.agents.base import Agent, Expecting, Reasoned
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import DEFAULT_ROUTE, Route
 from routepilot.training.session import Session
 
 #: Winners tried at confirmation before the answer is the default route. Each costs two builds.
 MAX_CONFIRMATIONS = 3
+
+
+#: Hears a build's number, its route and what the agent believes of it.
+OnAsk = Callable[[int, Route, tuple[float, float, float] | None], None]
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ def run_search(
     budget: Budget,
     *,
     on_outcome: Callable[[int, Outcome], None] | None = None,
+    on_ask: OnAsk | None = None,
     use_incumbent: bool = True,
 ) -> Search:
     """Let an agent spend a budget.
@@ -114,6 +119,8 @@ def run_search(
         agent: Ask/tell agent.
         budget: What it may spend.
         on_outcome: Called with the build's number and its outcome.
+        on_ask: Called before each build with its number, the route, and what the agent believes of
+            it (see `Reasoned`; None where it does not say).
         use_incumbent: Let the timing of a route stop early once it is clearly slower than the
             best so far. Off when several agents share outcomes, so that all see the same figures.
     """
@@ -135,6 +142,8 @@ def run_search(
         if route is None:
             ended_by = "agent"
             break
+        if on_ask is not None:
+            on_ask(len(outcomes) + 1, route, agent.why() if isinstance(agent, Reasoned) else None)
         outcome = session.outcome(route, best if use_incumbent else None)
         spent += outcome.build_seconds + outcome.measure_seconds
         outcomes.append(outcome)

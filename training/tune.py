@@ -27,7 +27,7 @@ from routepilot.training.defaults import choose_agent
 from routepilot.training.files import ensure_folder, write_json
 from routepilot.training.manifest import manifest
 from routepilot.training.runs import RECORDS, RESULT, Run, read_result, write_run
-from routepilot.training.search import Budget, Confirmed, Search, confirm_best, run_search
+from routepilot.training.search import Budget, Confirmed, OnAsk, Search, confirm_best, run_search
 from routepilot.training.session import Say, Session, SessionConfig, silent
 
 #: Longest build of the default route, seconds, that is repeated for the noise floor.
@@ -150,6 +150,7 @@ def tune(
     until_noise: bool = False,
     say: Say = silent,
     on_outcome: Callable[[int, Outcome], None] | None = None,
+    on_ask: OnAsk | None = None,
 ) -> TuneResult:
     """Find the fastest route for one model within a budget, confirmed against the default.
 
@@ -173,6 +174,7 @@ def tune(
             tell apart (`TimingPlan.half_width`). Needs an agent with a belief.
         say: Hears one line at each phase.
         on_outcome: Hears each build's number and outcome.
+        on_ask: Hears of each build before it begins, with what the agent believes of it.
 
     Returns:
         The confirmed answer. The default route when nothing beats it.
@@ -264,7 +266,7 @@ def tune(
             )
         smallest = settings.plan.half_width if until_noise else None
         budget = Budget(max_builds, max_seconds, smallest)
-        search = run_search(session, searcher, budget, on_outcome=hear)
+        search = run_search(session, searcher, budget, on_outcome=hear, on_ask=on_ask)
         noise = _noise_floor(session)
         say("confirming the winner with fresh builds and other inputs")
         confirmed = confirm_best(
