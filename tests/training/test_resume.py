@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import signal
 import sqlite3
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hostile_backend import hostile_model
 
 BUILDS = 10
 
@@ -61,3 +64,53 @@ def test_a_stopped_run_goes_on_where_it_was(
     # The default and every build on record is not made again.
     assert result["manifest"]["fresh_builds"] == BUILDS + 1 - kept
     assert not list((out / "work").glob("**/.building/*"))
+
+
+def made_command(model: Path, out: Path) -> list[str]:
+    run = [sys.executable, "-m", "routepilot", "tune", str(model), "-o", str(out), "--json"]
+    return [*run, "--backend", "calm_backend:make", "--agent", "random", "--max-builds", "12"]
+
+
+def test_killed_again_and_again_it_ends_as_if_it_had_run_through(tmp_path: Path) -> None:
+    """On a backend whose clock is made, the killed run's answer is the uninterrupted one's."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    model = hostile_model(tmp_path / "hostile.onnx")
+    whole = subprocess.run(
+        made_command(model, tmp_path / "whole"),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
+    )
+    assert whole.returncode == 0, whole.stderr
+    expected = json.loads(whole.stdout)
+
+    rng = random.Random(1)
+    out, kills = tmp_path / "killed", 0
+    for goal in (1, 4, 7, 10):
+        process = subprocess.Popen(
+            made_command(model, out),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        while recorded(out) < goal and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(rng.random() * 0.3)
+        kills += process.poll() is None
+        process.kill()
+        process.wait()
+        if (out / "result.json").exists():  # whatever is there can be read and promises nothing
+            found = json.loads((out / "result.json").read_text())
+            assert found["state"] == "done" or found["speedup"] == 1.0
+    assert kills >= 2, "the kills came too late to say anything"
+    done = subprocess.run(
+        made_command(model, out), capture_output=True, text=True, env=environment, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for name in ("route", "is_default", "speedup", "builds", "outcomes", "ended_by"):
+        assert found[name] == expected[name], name
+    for mine, theirs in zip(found["trials"], expected["trials"], strict=True):
+        for name in ("route", "status", "speedup", "losses", "engine_hash"):
+            assert mine[name] == theirs[name], name
