@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from routepilot.env.outcomes import Outcome
-from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
+from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Expression, Route
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,9 @@ class Problem:
         budget: Builds the agent may spend.
         seed: Seed of its own randomness.
         tolerance: Limit of the accuracy gate's metric.
+        expression: What sweeps walk through; None for every knob.
+        skips_inert: A setting that alone gave the default's engine is not asked again beside
+            others, unless one of the route's knobs changes precision: there it may act.
     """
 
     catalog: Catalog
@@ -43,6 +46,8 @@ class Problem:
     budget: int
     seed: int
     tolerance: float = 1e-2
+    expression: Expression | None = None
+    skips_inert: bool = False
 
     def may_ask(self, route: Route) -> bool:
         """True when the route can be asked at all."""
@@ -116,6 +121,7 @@ class OrderedAgent:
         self.problem = problem
         self.told: dict[Route, Outcome] = {}
         self._pending: Route | None = None
+        self._inert: set[tuple[str, str]] = set()
 
     def upcoming(self) -> Route | None:
         """The next route in the order, askable or not; None at the end."""
@@ -127,15 +133,27 @@ class OrderedAgent:
             route = self.upcoming()
             if route is None:
                 return None
-            if self.problem.may_ask(route) and route not in self.told:
+            if self.problem.may_ask(route) and route not in self.told and not self.is_moot(route):
                 self._pending = route
         return self._pending
+
+    def is_moot(self, route: Route) -> bool:
+        """True when the route holds a setting that was told to change nothing."""
+        return not (self._inert.isdisjoint(route.settings) or self._changes_precision(route))
+
+    def _changes_precision(self, route: Route) -> bool:
+        return any("precision" in self.problem.catalog[name].marks for name in route.values)
 
     def tell(self, route: Route, outcome: Outcome) -> None:
         """See `Agent`."""
         self.told[route] = outcome
         if route == self._pending:
             self._pending = None
+        default = self.told.get(DEFAULT_ROUTE)
+        same = default is not None and outcome.engine_hash == default.engine_hash != ""
+        if self.problem.skips_inert and same and len(route.settings) == 1:
+            if not self._changes_precision(route):
+                self._inert.update(route.settings)
 
     @property
     def incumbent(self) -> Outcome | None:

@@ -53,15 +53,19 @@ class SweepAgent(OrderedAgent):
         return None if settings is None else self.problem.catalog.route(settings)
 
 
+def _expression(problem: Problem, expression: Expression | None) -> Expression:
+    return expression or problem.expression or sweep_expression(problem.catalog)
+
+
 def fast(problem: Problem, expression: Expression | None = None) -> SweepAgent:
     """The `fast` sweep of trtexec: one change at a time, knobs right to left."""
-    chosen = expression or sweep_expression(problem.catalog)
+    chosen = _expression(problem, expression)
     return SweepAgent("fast", problem, chosen.fast(problem.catalog))
 
 
 def full(problem: Problem, expression: Expression | None = None) -> SweepAgent:
     """The `full` sweep of trtexec: the product of all values, last knob fastest."""
-    chosen = expression or sweep_expression(problem.catalog)
+    chosen = _expression(problem, expression)
     return SweepAgent("full", problem, chosen.full())
 
 
@@ -87,7 +91,7 @@ class MixedAgent(SweepAgent):
     """trtexec's `mixed`: `fast`, then `full` over the knobs that helped."""
 
     def __init__(self, problem: Problem, expression: Expression | None = None) -> None:
-        self._expression = expression or sweep_expression(problem.catalog)
+        self._expression = _expression(problem, expression)
         super().__init__("mixed", problem, self._phases())
 
     def _phases(self) -> Iterator[Mapping[str, str]]:
@@ -116,7 +120,7 @@ class RecentredAgent(OrderedAgent):
 
     def __init__(self, problem: Problem, expression: Expression | None = None) -> None:
         super().__init__("recentred", problem)
-        self._expression = expression or sweep_expression(problem.catalog)
+        self._expression = _expression(problem, expression)
         self._walk = self._changes()
 
     def upcoming(self) -> Route | None:

@@ -57,6 +57,21 @@ SecondsOpt = Annotated[
     float | None, typer.Option(help="Seconds of building and measuring to spend.")
 ]
 OutOpt = Annotated[Path, typer.Option("--out", "-o", help="Folder for results.")]
+OptionOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "-O",
+        help="Backend option, e.g. workspace_mib=4096; repeatable (docs/tensorrt.md).",
+    ),
+]
+ExpressionOpt = Annotated[
+    str | None,
+    typer.Option(help="Build only routes of this trtexec expression, e.g. '-k=[a|b] -l=c'."),
+]
+ExpressionFileOpt = Annotated[
+    Path | None, typer.Option(help="The same from a file, as for --tuneBuildRouteFile.")
+]
 DeadlineOpt = Annotated[float, typer.Option(help="Seconds one build with its timing may take.")]
 
 
@@ -77,6 +92,9 @@ def tune(
     metric: MetricOpt = "rel_l2",
     limit: LimitOpt = None,
     threads: ThreadsOpt = 1,
+    option: OptionOpt = None,
+    expression: ExpressionOpt = None,
+    expression_file: ExpressionFileOpt = None,
     deadline: DeadlineOpt = 120.0,
     seed: SeedOpt = 0,
     json: JsonOpt = False,
@@ -90,12 +108,18 @@ def tune(
     Example: routepilot tune model.onnx -o tuned --shape input=1x3x224x224 --max-builds 6
     """
     from routepilot.training import console
-    from routepilot.training.inputs import gate_from_options, prepare_model
+    from routepilot.training.inputs import (
+        backend_options,
+        gate_from_options,
+        prepare_model,
+        route_expression,
+    )
     from routepilot.training.report import write_report
     from routepilot.training.session import SessionConfig
     from routepilot.training.tune import tune as run
 
     gate = gate_from_options(metric, tolerance, limit)
+    options, routes = backend_options(option), route_expression(expression, expression_file)
     prepared = prepare_model(model, shape, inputs, seed).model
     with console.Steps(f"tune {prepared.name}", max_builds, quiet=json) as steps:
         result = run(
@@ -109,7 +133,8 @@ def tune(
             gate=gate,
             threads=threads,
             seed=seed,
-            config=SessionConfig(deadline_seconds=deadline),
+            config=SessionConfig(options=options, deadline_seconds=deadline),
+            expression=routes,
             say=(lambda _: None) if json else console.say,
             on_outcome=lambda number, outcome: steps.step(number, console.outcome_text(outcome)),
         )
@@ -129,6 +154,8 @@ def tune(
             f" with {result.route}; {result.search.builds} builds, {result.seconds:.0f} s",
             markup=False,
         )
+    if result.trtexec:
+        console.out.print(f"the same by trtexec, in {out}: {result.trtexec}", markup=False)
     console.out.print(f"written to {out}: result.json, report.html, model/", markup=False)
 
 
@@ -152,6 +179,9 @@ def compare(
     metric: MetricOpt = "rel_l2",
     limit: LimitOpt = None,
     threads: ThreadsOpt = 1,
+    option: OptionOpt = None,
+    expression: ExpressionOpt = None,
+    expression_file: ExpressionFileOpt = None,
     deadline: DeadlineOpt = 120.0,
     seed: SeedOpt = 0,
     json: JsonOpt = False,
@@ -162,16 +192,22 @@ def compare(
     """
     from routepilot.training import console
     from routepilot.training.compare import compare as run
-    from routepilot.training.inputs import gate_from_options, prepare_model
+    from routepilot.training.inputs import (
+        backend_options,
+        gate_from_options,
+        prepare_model,
+        route_expression,
+    )
     from routepilot.training.search import Budget
     from routepilot.training.session import SessionConfig
 
     config = SessionConfig(
         backend=backend,
-        options={"threads": str(threads)},
+        options=backend_options(option, threads),
         gate=gate_from_options(metric, tolerance, limit),
         deadline_seconds=deadline,
     )
+    routes = route_expression(expression, expression_file)
     named = prepare_model(model, shape, inputs, seed)
     names = [name.strip() for name in agents.split(",") if name.strip()]
     with console.Steps(f"compare on {named.model.name}", max_builds, quiet=json) as steps:
@@ -184,6 +220,7 @@ def compare(
             table=table,
             policy=policy,
             seed=seed,
+            expression=routes,
             say=(lambda _: None) if json else console.say,
             on_outcome=lambda agent, number, outcome: steps.step(
                 number, f"{agent}: {console.outcome_text(outcome)}", note=agent
@@ -196,15 +233,21 @@ def compare(
 
 
 @app.command()
-def knobs(backend: BackendOpt = "cpu", threads: ThreadsOpt = 1, json: JsonOpt = False) -> None:
+def knobs(
+    backend: BackendOpt = "cpu",
+    threads: ThreadsOpt = 1,
+    option: OptionOpt = None,
+    json: JsonOpt = False,
+) -> None:
     """List the knobs of a backend.
 
     Example: routepilot knobs --backend cpu --threads 2
     """
     from routepilot.env.backends import load_backend
     from routepilot.training import console
+    from routepilot.training.inputs import backend_options
 
-    catalog = load_backend(backend, {"threads": str(threads)}).catalog()
+    catalog = load_backend(backend, backend_options(option, threads)).catalog()
     rows = [
         {
             "name": k.name,
@@ -273,15 +316,16 @@ def agents(json: JsonOpt = False) -> None:
 
 
 @app.command()
-def doctor(backend: BackendOpt = "cpu", json: JsonOpt = False) -> None:
+def doctor(backend: BackendOpt = "cpu", option: OptionOpt = None, json: JsonOpt = False) -> None:
     """Check what works on this machine, one line a contract.
 
     Example: routepilot doctor --backend cpu --json
     """
     from routepilot.training import console
     from routepilot.training.doctor import run_checks
+    from routepilot.training.inputs import backend_options
 
-    checks = [check.as_json() for check in run_checks(backend)]
+    checks = [check.as_json() for check in run_checks(backend, backend_options(option))]
     failed = any(check["status"] == "fail" for check in checks)
     if json:
         console.print_json(checks)

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from routepilot.env.errors import InputError
-from routepilot.training.cli import BackendOpt, JsonOpt, SeedOpt, ThreadsOpt, app
+from routepilot.training.cli import (
+    BackendOpt,
+    ExpressionFileOpt,
+    ExpressionOpt,
+    JsonOpt,
+    OptionOpt,
+    SeedOpt,
+    ThreadsOpt,
+    app,
+)
 
 if TYPE_CHECKING:
     from routepilot.training.collect import CorpusModel
@@ -120,7 +129,10 @@ def collect(
     ] = "zoo",
     backend: BackendOpt = "cpu",
     threads: ThreadsOpt = 1,
+    option: OptionOpt = None,
     routes: Annotated[int, typer.Option(help="Routes a model, common to all.")] = 96,
+    expression: ExpressionOpt = None,
+    expression_file: ExpressionFileOpt = None,
     controls: Annotated[int, typer.Option(help="Rebuilds of the default a model.")] = 3,
     recheck: Annotated[
         int, typer.Option(help="So many of a model's fastest routes are built and timed again.")
@@ -143,7 +155,9 @@ def collect(
     from routepilot.env.tables import save_table
     from routepilot.training import collect as collecting
     from routepilot.training import console
+    from routepilot.training.candidates import lay_out, read_expression
     from routepilot.training.files import ensure_folder
+    from routepilot.training.inputs import backend_options, route_expression
     from routepilot.training.session import SessionConfig
 
     if threads * workers > (os.cpu_count() or 1):
@@ -154,11 +168,16 @@ def collect(
     ensure_folder(out.parent)
     store = out.with_suffix(".sqlite")
     config = SessionConfig(
-        backend=backend, options={"threads": str(threads)}, deadline_seconds=deadline
+        backend=backend, options=backend_options(option, threads), deadline_seconds=deadline
     )
     compiler = load_backend(backend, config.options)
     corpus = _corpus(models, seed)
-    plan = collecting.plan_routes(compiler.catalog(), routes, seed)
+    wanted = route_expression(expression, expression_file)
+    plan = (
+        collecting.plan_routes(compiler.catalog(), routes, seed)
+        if wanted is None
+        else lay_out(read_expression(wanted, compiler.catalog()), compiler.catalog(), "collect")
+    )
     total = len(corpus) * (len(plan) + controls + 1)
     stop = threading.Event()
     previous = signal.signal(signal.SIGINT, lambda *_: stop.set())

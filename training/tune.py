@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepilot.agents import make_agent
-from routepilot.agents.base import Problem
 from routepilot.env.accuracy import Gate
 from routepilot.env.errors import InputError
 from routepilot.env.models import Model, prepare
 from routepilot.env.outcomes import Outcome
 from routepilot.env.store import RecordStore
+from routepilot.env.trtexec import build_line
+from routepilot.training.candidates import make_problem
 from routepilot.training.defaults import choose_agent
 from routepilot.training.files import ensure_folder, write_json
 from routepilot.training.manifest import manifest
@@ -43,6 +44,7 @@ class TuneResult:
         default_latency_ms: Median latency of the default route, milliseconds.
         seconds: Wall-clock seconds of the run.
         overhead_seconds: Seconds spent neither building nor measuring.
+        trtexec: Command line that builds the answer again in OUT; empty for other compilers.
         manifest: What the figures depend on.
     """
 
@@ -56,6 +58,7 @@ class TuneResult:
     default_latency_ms: float
     seconds: float
     overhead_seconds: float
+    trtexec: str = ""
     manifest: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -97,6 +100,7 @@ class TuneResult:
             "outcomes": self.search.statuses,
             "ended_by": self.search.ended_by,
             "note": self.confirmed.note,
+            **({"trtexec": self.trtexec} if self.trtexec else {}),
             "trials": [trial_as_json(o) for o in self.search.outcomes],
             "manifest": dict(self.manifest),
         }
@@ -135,6 +139,7 @@ def tune(
     threads: int = 1,
     seed: int = 0,
     config: SessionConfig | None = None,
+    expression: str | Path | None = None,
     say: Say = silent,
     on_outcome: Callable[[int, Outcome], None] | None = None,
 ) -> TuneResult:
@@ -156,6 +161,7 @@ def tune(
         threads: Threads an engine may use.
         seed: Seed of the inputs and of the agent.
         config: Finer settings; its backend, threads and gate are overridden by the arguments.
+        expression: trtexec's route expression (a path: a file of one); only its routes are built.
         say: Hears one line at each phase.
         on_outcome: Hears each build's number and outcome.
 
@@ -188,8 +194,8 @@ def tune(
         session.wake()
         choice = choose_agent(session, policy=policy, agent=agent)
         say(choice.why)
-        problem = Problem(
-            session.catalog, session.features, None, max_builds, seed, settings.gate.limit
+        problem = make_problem(
+            session, choice.agent, max_builds, seed, expression=expression, say=say
         )
         searcher = make_agent(choice.agent, problem, replay=choice.replay, policy=choice.policy)
         say(f"default route of {prepared.name} on {backend}, {threads} thread(s)")
@@ -218,10 +224,12 @@ def tune(
             default_latency_ms=default.measurement.latency_ms if default.measurement else 0.0,
             seconds=seconds,
             overhead_seconds=seconds - session.worker_seconds,
+            trtexec=build_line(backend, settings.options, confirmed.route),
             manifest=manifest(
                 seed=seed,
                 gate={"metric": settings.gate.metric, "limit": settings.gate.limit},
                 fresh_builds=session.fresh_builds,
+                **session.stray(),
             ),
         )
     if out is not None:
