@@ -36,7 +36,7 @@ class Problem:
         seed: Seed of its own randomness.
         tolerance: Limit of the accuracy gate's metric.
         expression: What sweeps walk through; None for every knob.
-        skips_inert: A setting that alone gave the default's engine is not asked again beside
+        skips_inert: A setting that alone gave the default's engine need not be asked beside
             others, unless one of the route's knobs changes precision: there it may act.
     """
 
@@ -121,7 +121,6 @@ class OrderedAgent:
         self.problem = problem
         self.told: dict[Route, Outcome] = {}
         self._pending: Route | None = None
-        self._inert: set[tuple[str, str]] = set()
 
     def upcoming(self) -> Route | None:
         """The next route in the order, askable or not; None at the end."""
@@ -133,27 +132,15 @@ class OrderedAgent:
             route = self.upcoming()
             if route is None:
                 return None
-            if self.problem.may_ask(route) and route not in self.told and not self.is_moot(route):
+            if self.problem.may_ask(route) and route not in self.told:
                 self._pending = route
         return self._pending
-
-    def is_moot(self, route: Route) -> bool:
-        """True when the route holds a setting that was told to change nothing."""
-        return not (self._inert.isdisjoint(route.settings) or self._changes_precision(route))
-
-    def _changes_precision(self, route: Route) -> bool:
-        return any("precision" in self.problem.catalog[name].marks for name in route.values)
 
     def tell(self, route: Route, outcome: Outcome) -> None:
         """See `Agent`."""
         self.told[route] = outcome
         if route == self._pending:
             self._pending = None
-        default = self.told.get(DEFAULT_ROUTE)
-        same = default is not None and outcome.engine_hash == default.engine_hash != ""
-        if self.problem.skips_inert and same and len(route.settings) == 1:
-            if not self._changes_precision(route):
-                self._inert.update(route.settings)
 
     @property
     def incumbent(self) -> Outcome | None:

@@ -122,17 +122,34 @@ class RecentredAgent(OrderedAgent):
         super().__init__("recentred", problem)
         self._expression = _expression(problem, expression)
         self._walk = self._changes()
+        self._inert: set[tuple[str, str]] = set()
 
     def upcoming(self) -> Route | None:
         """The next single change of the incumbent."""
         return next(self._walk, None)
+
+    def tell(self, route: Route, outcome: Outcome) -> None:
+        """See `Agent`."""
+        super().tell(route, outcome)
+        default = self.told.get(DEFAULT_ROUTE)
+        same = default is not None and outcome.engine_hash == default.engine_hash != ""
+        if self.problem.skips_inert and same and len(route.settings) == 1:
+            self._inert.update(route.settings)
+
+    def _is_moot(self, route: Route) -> bool:
+        """True when the route holds a setting that changes nothing at the model's precision."""
+        catalog = self.problem.catalog
+        precise = any("precision" in catalog[name].marks for name in route.values)
+        return not (precise or self._inert.isdisjoint(route.settings))
 
     def _changes(self) -> Iterator[Route]:
         while True:
             start = self._centre()
             for name, values in reversed(self._expression.variables):
                 for value in values:
-                    yield self.problem.catalog.changed(self._centre(), name, value)
+                    route = self.problem.catalog.changed(self._centre(), name, value)
+                    if not self._is_moot(route):
+                        yield route
             if self._centre() == start:
                 return
 

@@ -399,7 +399,7 @@ def build_line(backend: str, options: Mapping[str, str], route: Route) -> str:
     """The line that builds an answer of `tune` again, run where `tune` wrote its results.
 
     Args:
-        backend: Backend name; empty is returned for any but `tensorrt`.
+        backend: Name of the catalog; empty is returned for any but `tensorrt`.
         options: Its options.
         route: The answer.
     """

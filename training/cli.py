@@ -372,7 +372,12 @@ def demo(
 
 def main() -> None:
     """Entry point: run a verb, turn our errors into one line and an exit code."""
-    from routepilot.training import cli_corpus, cli_learning, cli_nvidia  # noqa: F401  (add verbs)
+    from routepilot.training import (  # noqa: F401  (they add verbs)
+        cli_corpus,
+        cli_learning,
+        cli_nvidia,
+        cli_records,
+    )
 
     try:
         app(standalone_mode=True)

@@ -1,4 +1,4 @@
-"""Verbs about models and measurements: `zoo`, `collect`, `records`.
+"""Verbs about models and measurements: `zoo`, `collect`.
 
 Imported by `cli.main`, which owns the application object.
 """
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from routepilot.training.collect import CorpusModel
 
 zoo_app = typer.Typer(help="The corpus: list, export and check its models.", no_args_is_help=True)
-records_app = typer.Typer(help="Route tables: describe, export, import.", no_args_is_help=True)
 app.add_typer(zoo_app, name="zoo")
-app.add_typer(records_app, name="records")
 
 
 @zoo_app.command("list")
@@ -221,69 +219,6 @@ def collect(
         console.print_json({"table": str(out), "models": len(table.models), "routes": len(plan)})
     else:
         console.out.print(f"written: {out} ({len(table.models)} models)", markup=False)
-
-
-@records_app.command("describe")
-def records_describe(
-    table: Annotated[str, typer.Argument(help="Table file, or the name of a released table.")],
-    tolerance: Annotated[float, typer.Option(help="Limit on the relative L2 error.")] = 1e-2,
-    json: JsonOpt = False,
-) -> None:
-    """Say what a table holds: coverage, best gain by model, failures, controls.
-
-    Example: routepilot records describe cpu --tolerance 0.03
-    """
-    from routepilot.env.accuracy import Gate
-    from routepilot.env.tables import describe_table, load_table
-    from routepilot.training import console
-    from routepilot.training.defaults import find_table
-
-    facts = describe_table(load_table(find_table(table)), Gate(limit=tolerance))
-    if json:
-        console.print_json(facts)
-        return
-    console.print_description(facts)
-
-
-@records_app.command("export")
-def records_export(
-    store: Annotated[Path, typer.Argument(help="Record store (.sqlite).")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Table file to write.")],
-) -> None:
-    """Write a record store as a portable table file.
-
-    Example: routepilot records export table.sqlite -o table.parquet
-    """
-    from routepilot.env.store import RecordStore
-    from routepilot.env.tables import save_table
-    from routepilot.training import console
-    from routepilot.training.manifest import manifest
-
-    if not store.is_file():
-        raise InputError(f"record store {str(store)!r} does not exist; give a .sqlite file")
-    with RecordStore(store) as source:
-        save_table(source.table(manifest=manifest()), out)
-    console.out.print(f"written: {out}", markup=False)
-
-
-@records_app.command("import")
-def records_import(
-    table: Annotated[str, typer.Argument(help="Table file, or the name of a released table.")],
-    store: Annotated[Path, typer.Option("--store", help="Record store to add to.")],
-) -> None:
-    """Put a table's records into a record store; what is there stays.
-
-    Example: routepilot records import cpu --store mine.sqlite
-    """
-    from routepilot.env.store import RecordStore
-    from routepilot.env.tables import load_table
-    from routepilot.training import console
-    from routepilot.training.defaults import find_table
-
-    source = load_table(find_table(table))
-    with RecordStore(store) as target:
-        target.put_table(source)
-    console.out.print(f"{len(source.models)} models imported into {store}", markup=False)
 
 
 def _names(text: str | None) -> list[str]:

@@ -224,7 +224,7 @@ def tune(
             default_latency_ms=default.measurement.latency_ms if default.measurement else 0.0,
             seconds=seconds,
             overhead_seconds=seconds - session.worker_seconds,
-            trtexec=build_line(backend, settings.options, confirmed.route),
+            trtexec=build_line(session.catalog.name, settings.options, confirmed.route),
             manifest=manifest(
                 seed=seed,
                 gate={"metric": settings.gate.metric, "limit": settings.gate.limit},

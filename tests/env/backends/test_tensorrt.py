@@ -17,6 +17,7 @@ from routepilot.env.backends import conformance as suite
 from routepilot.env.backends import load_backend
 from routepilot.env.backends import tensorrt_catalog as knobs
 from routepilot.env.backends.base import BuildFailure
+from routepilot.env.backends.tensorrt import TensorRtBackend
 from routepilot.env.backends.tensorrt_compiler import (
     Compiler,
     Settings,
@@ -136,6 +137,39 @@ def test_timing_cache_is_shared_or_fresh(trt: FakeTensorRT, tiny: Model, tmp_pat
     (tmp_path / "timing.cache").write_bytes(b"of another GPU")
     with pytest.raises(InputError, match=r"timing cache .* does not fit"):
         build(tiny, "", tmp_path)
+
+
+def test_finalists_are_built_from_fresh_timings(
+    trt: FakeTensorRT, tiny: Model, tmp_path: Path
+) -> None:
+    """What a search timed shapes no finalist, unless that is asked for."""
+    for kind, shared in (("shared", False), ("always-shared", True)):
+        (tmp_path / "timing.cache").write_bytes(b"cache of this device")
+        backend = TensorRtBackend("tensorrt", {"timing_cache": kind})
+        backend.confirming()
+        built = backend.build(tiny, backend.catalog().parse(""), tmp_path)
+        assert isinstance(built, TensorRtEngine)
+        assert (trt.built[-1].given == b"cache of this device") is shared
+        assert built._plan.timing_cache  # and what was timed can be kept beside the engine
+
+
+def test_fixed_level_is_no_knob(trt: FakeTensorRT, tiny: Model, tmp_path: Path) -> None:
+    backend = TensorRtBackend("tensorrt", {"optimization_level": "4"})
+    assert "-builder_optimization_level" not in backend.catalog()
+    assert "-tiling_optimization_level" in backend.catalog()
+    backend.build(tiny, backend.catalog().parse(""), tmp_path)
+    assert vars(trt.built[-1])["builder_optimization_level"] == 4
+
+
+def test_replay_uses_the_named_file_and_leaves_it(
+    trt: FakeTensorRT, tiny: Model, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept.cache"
+    kept.write_bytes(b"cache of this device")
+    build(tiny, "", tmp_path, timing_cache="replay", cache_file=str(kept))
+    assert "ERROR_ON_TIMING_CACHE_MISS" in trt.built[-1].flags
+    assert trt.built[-1].given == b"cache of this device"
+    assert not (tmp_path / "timing.cache").exists()
 
 
 def test_workspace_limit_reaches_the_builder(
