@@ -13,7 +13,7 @@ from routepilot.env.backends.tensorrt_catalog import make_catalog, shipped_route
 from routepilot.env.inert import narrow
 from routepilot.env.liveness import Liveness, live, recalled
 from routepilot.env.models import Model
-from routepilot.env.routes import DEFAULT_ROUTE
+from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Knob, Requirement
 
 needs_rtx = pytest.mark.skipif(
     find_spec("tensorrt_rtx_bindings") is None, reason="the extra rtx is not installed"
@@ -54,9 +54,17 @@ def test_proved_values_are_masked_at_the_models_precision_alone(tiny: Model) -> 
 
 
 def test_a_knob_that_needs_one_that_went_goes_too(tiny: Model) -> None:
-    for rule in narrow(CATALOG, tiny, None).catalog.requirements:
-        assert rule.knob in CATALOG
-        assert rule.parent in CATALOG
+    """A child whose parent cannot be switched on any more means nothing."""
+    words = ("on", "off")
+    attention = Knob("-mha_fusion:extra", words, "off", "Attention.")
+    child, free = Knob("-kgen:child", words, "off", "C."), Knob("-kgen:free", words, "off", "F.")
+    rules = (
+        Requirement(child.name, None, attention.name, ("on",), "a part of it"),
+        Requirement(free.name, None, attention.name, ("off",), "excludes it"),
+    )
+    found = narrow(Catalog("tensorrt", "1", (attention, child, free), rules), tiny, None)
+    assert [knob.name for knob in found.catalog.knobs] == ["-kgen:free"]
+    assert found.catalog.requirements == ()
 
 
 @needs_rtx
