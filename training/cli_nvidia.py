@@ -21,6 +21,13 @@ from routepilot.training.cli import (
 )
 
 
+#: What a sweep by TensorRT-RTX does not say.
+NOT_PROVED = (
+    "This is TensorRT-RTX, which chooses kernels at run time: -cask*, -tactic:* and much of"
+    " -mha_fusion:v2:* can look inert here and matter to TensorRT on a data-centre GPU."
+)
+
+
 @app.command()
 def live(
     model: ModelArg,
@@ -79,6 +86,7 @@ def live(
         ],
     )
     console.out.print(f"{len(data['identical'])} changes leave the engine as it is", markup=False)
+    console.out.print(NOT_PROVED, markup=False)
 
 
 @app.command()

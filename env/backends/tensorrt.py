@@ -179,14 +179,13 @@ class TensorRtBackend:
         """The catalog without what is proved inert; see `base.Narrows`.
 
         A sweep of `routepilot live` counts for TensorRT-RTX alone: another compiler proves nothing
-        about this one. Engines with several outputs are compared there up to the order of their
-        parts, which is no proof either.
+        about this one.
         """
         from routepilot.env.inert import narrow
         from routepilot.env.liveness import recalled
 
         swept = None
-        if self.name == "tensorrt_rtx" and len(model.outputs) == 1:
+        if self.name == "tensorrt_rtx":
             capability = self.capability or (self._gpu.capability if self._gpu else "")
             swept = recalled(model, compute_capability=capability)
         return narrow(self.catalog(), model, swept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -51,6 +52,12 @@ def test_proved_values_are_masked_at_the_models_precision_alone(tiny: Model) -> 
     assert "CHECK failed" in (catalog.objection(catalog.parse("-kgen:tiling=1")) or "")
     assert catalog.is_legal(catalog.parse("-kgen:tiling=0"))
     assert catalog.is_legal(catalog.parse("-precision=fp16 -slice_fusion=off"))
+
+
+def test_engines_of_several_outputs_prove_no_equality(tiny: Model) -> None:
+    sweep = swept(("-slice_fusion=off",), {"-kgen:tiling=1": "CHECK failed"})
+    twice = replace(tiny, outputs=(*tiny.outputs, *tiny.outputs))
+    assert set(narrow(CATALOG, twice, sweep).masked) == {"-kgen:tiling=1"}
 
 
 def test_a_knob_that_needs_one_that_went_goes_too(tiny: Model) -> None:

@@ -70,6 +70,9 @@ def test_tune_on_the_fake_wins_and_says_how_trtexec_builds_it(
         "trtexec --onnx=model/model.onnx --timingCacheFile=model/timing.cache --avgTiming=1"
         " --setBuildRoute=-kgen:tiling=0 --saveEngine=rebuilt.plan"
     )
+    page = (out / "report.html").read_text()
+    assert "--setBuildRoute=-kgen:tiling=0" in page
+    assert "a fake timer" in page
     written = {item.name for item in (out / "model").iterdir()}
     assert {"engine.plan", "inputs.npz", "load.py", "model.onnx", "timing.cache"} <= written
     assert (out / "work" / "timing.cache").is_file()  # shared by the trials
