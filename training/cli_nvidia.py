@@ -20,7 +20,6 @@ from routepilot.training.cli import (
     app,
 )
 
-
 #: What a sweep by TensorRT-RTX does not say.
 NOT_PROVED = (
     "This is TensorRT-RTX, which chooses kernels at run time: -cask*, -tactic:* and much of"
