@@ -23,7 +23,6 @@ from routepilot.env.backends.base import BuildFailure
 from routepilot.env.backends.tensorrt_catalog import is_build_route_knob
 from routepilot.env.backends.tensorrt_compiler import (
     FLAGS_VARIABLE,
-    Compiler,
     Plan,
 )
 from routepilot.env.child import Child, Ended, machine_memory_bytes
@@ -172,7 +171,9 @@ def _build_route(bench: Bench) -> Finding:
 
 
 def _determinism(bench: Bench) -> Finding:
-    built = bench.build()
+    """Two builds that know nothing of each other's timings."""
+    compiler, network = bench.compiler_with(bench.settings())
+    built = compiler.compile(network)
     if isinstance(built, BuildFailure) or bench.default is None:
         return "fail", getattr(built, "reason", "no default engine"), _REPORT
     same = built.hash == bench.default.hash
@@ -238,12 +239,10 @@ def _timing_cache(bench: Bench) -> Finding:
     if bench.rtx:
         return "unavailable", "TensorRT-RTX times nothing at build, so it has no timing cache", ""
     path = bench.workdir / "doctor.cache"
-    shapes = {spec.name: spec.shape for spec in bench.model.inputs}
 
     def seconds(route: str, require: bool) -> tuple[float, Plan | BuildFailure]:
         settings = replace(bench.settings(), timing_cache=path, require_cache=require)
-        compiler = Compiler(bench.trt, settings)
-        network = compiler.parse(bench.model.path, shapes)
+        compiler, network = bench.compiler_with(settings)
         start = time.perf_counter()
         built = compiler.compile(network, build_route=route)
         return time.perf_counter() - start, built

@@ -6,6 +6,7 @@ Owns what `checks_tensorrt.py` and `questions_tensorrt.py` share. Knows no resul
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,12 +56,17 @@ class Bench:
         return Settings(compute_capability=self.backend.capability)
 
     def compiler(self) -> tuple[Compiler, Network]:
-        """A compiler and the parsed tiny model."""
+        """A compiler and the parsed tiny model; its builds share a timing cache, to be quick."""
         if self._made is None:
-            compiler = Compiler(self.trt, self.settings())
-            shapes = {spec.name: spec.shape for spec in self.model.inputs}
-            self._made = compiler, compiler.parse(self.model.path, shapes)
+            shared = replace(self.settings(), timing_cache=self.workdir / "bench.cache")
+            self._made = self.compiler_with(self.settings() if self.rtx else shared)
         return self._made
+
+    def compiler_with(self, settings: Settings) -> tuple[Compiler, Network]:
+        """Another compiler, with the tiny model parsed by it."""
+        compiler = Compiler(self.trt, settings)
+        shapes = {spec.name: spec.shape for spec in self.model.inputs}
+        return compiler, compiler.parse(self.model.path, shapes)
 
     def build(self, route: str = "") -> Plan | BuildFailure:
         """Build a route through this backend's channel."""
