@@ -33,20 +33,26 @@ class Narrowed:
         catalog: What is left; its routes are routes of the full catalog.
         dropped: Knob -> why it went.
         masked: Change (`-name=value`) -> why it is masked while the precision is the model's.
+        live: Knobs of which a sweep found a value live, by this compiler or a sibling: a hint where
+            to begin, and no proof.
     """
 
     catalog: Catalog
     dropped: Mapping[str, str]
     masked: Mapping[str, str]
+    live: frozenset[str] = frozenset()
 
 
-def narrow(catalog: Catalog, model: Model, liveness: Liveness | None) -> Narrowed:
+def narrow(
+    catalog: Catalog, model: Model, liveness: Liveness | None, hint: Liveness | None = None
+) -> Narrowed:
     """Leave out what is proved not to matter.
 
     Args:
         catalog: Full catalog of TensorRT or TensorRT-RTX.
         model: The model.
         liveness: Sweep by this very compiler; None where there is none.
+        hint: Sweep by a sibling of it.
     """
     names = [k.name for k in catalog.knobs if is_build_route_knob(k.name)]
     dropped = ruled_out(operator_types(model.path) | VARIANT_OPERATORS, names)
@@ -55,7 +61,9 @@ def narrow(catalog: Catalog, model: Model, liveness: Liveness | None) -> Narrowe
     masked = {c: why for c, why in proved.items() if c.partition("=")[0] in kept}
     if PRECISION_KNOB.name in kept:
         kept = replace(kept, requirements=(*kept.requirements, *_masks(kept, masked)))
-    return Narrowed(kept, dropped, masked)
+    told = liveness or hint
+    live = {change.partition("=")[0] for change in (told.live if told else ())}
+    return Narrowed(kept, dropped, masked, frozenset(name for name in live if name in kept))
 
 
 def _proved_by_sweep(liveness: Liveness | None, *, exact: bool) -> dict[str, str]:

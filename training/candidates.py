@@ -10,6 +10,7 @@ from pathlib import Path
 from routepilot.agents.base import Problem
 from routepilot.env.backends.base import Narrows
 from routepilot.env.errors import InputError
+from routepilot.env.inert import Narrowed
 from routepilot.env.routes import (
     Catalog,
     Expression,
@@ -17,6 +18,7 @@ from routepilot.env.routes import (
     combine,
     parse_expression,
     read_expression_file,
+    sweep_expression,
 )
 from routepilot.training.session import Say, Session, silent
 
@@ -65,17 +67,28 @@ def make_problem(
             limit,
             parsed,
         )
-    catalog = session.catalog
-    if isinstance(session.backend, Narrows):
-        narrowed = session.backend.narrowed(session.model)
-        catalog = narrowed.catalog
-        if narrowed.dropped or narrowed.masked:
-            say(
-                f"left out as inert: {len(narrowed.dropped)} knobs by the model's operators,"
-                f" {len(narrowed.masked)} values by the compiler"
-            )
-    proves = isinstance(session.backend, Narrows)
-    return Problem(catalog, session.features, None, budget, seed, limit, skips_inert=proves)
+    if not isinstance(session.backend, Narrows):
+        return Problem(session.catalog, session.features, None, budget, seed, limit)
+    narrowed = session.backend.narrowed(session.model)
+    order = None
+    if narrowed.dropped or narrowed.masked:
+        say(
+            f"left out as inert: {len(narrowed.dropped)} knobs by the model's operators,"
+            f" {len(narrowed.masked)} values by the compiler"
+        )
+    if agent == "recentred" and narrowed.live:
+        say(f"{len(narrowed.live)} knobs that `routepilot live` found live come first")
+        order = _live_first(narrowed)
+    return Problem(
+        narrowed.catalog, session.features, None, budget, seed, limit, order, skips_inert=True
+    )
+
+
+def _live_first(narrowed: Narrowed) -> Expression:
+    """Every knob, in the order in which a walk from the right comes to live ones first."""
+    everything = sweep_expression(narrowed.catalog)
+    terms = sorted(everything.terms, key=lambda term: term[0] in narrowed.live)
+    return Expression(tuple(terms), everything.varying)
 
 
 def read_expression(expression: str | Path, catalog: Catalog) -> Expression:

@@ -178,17 +178,16 @@ class TensorRtBackend:
     def narrowed(self, model: Model) -> Narrowed:
         """The catalog without what is proved inert; see `base.Narrows`.
 
-        A sweep of `routepilot live` counts for TensorRT-RTX alone: another compiler proves nothing
-        about this one.
+        A sweep of `routepilot live` counts for TensorRT-RTX alone; for TensorRT it is a hint, since
+        another compiler proves nothing about this one.
         """
         from routepilot.env.inert import narrow
         from routepilot.env.liveness import recalled
 
-        swept = None
-        if self.name == "tensorrt_rtx":
-            capability = self.capability or (self._gpu.capability if self._gpu else "")
-            swept = recalled(model, compute_capability=capability)
-        return narrow(self.catalog(), model, swept)
+        if self.name == "tensorrt":
+            return narrow(self.catalog(), model, None, hint=recalled(model))
+        capability = self.capability or (self._gpu.capability if self._gpu else "")
+        return narrow(self.catalog(), model, recalled(model, compute_capability=capability))
 
     def target(self) -> Target:
         """GPU, versions and settings; see `base.Backend`."""

@@ -54,6 +54,18 @@ def test_proved_values_are_masked_at_the_models_precision_alone(tiny: Model) -> 
     assert catalog.is_legal(catalog.parse("-precision=fp16 -slice_fusion=off"))
 
 
+def test_a_siblings_sweep_is_a_hint_and_masks_nothing(tiny: Model) -> None:
+    hint = Liveness(
+        ("-kgen:tiling=0", "-slice_fusion=off", "-mha_fusion:v2=off"),
+        ("-kgen:tiling=0", "-mha_fusion:v2=off"),
+        ("-slice_fusion=off",),
+        *({}, (), 2, 0.0, "RTX 1", "8.9"),
+    )
+    found = narrow(CATALOG, tiny, None, hint)
+    assert found.masked == {}
+    assert found.live == {"-kgen:tiling"}  # what the operators rule out is no hint
+
+
 def test_engines_of_several_outputs_prove_no_equality(tiny: Model) -> None:
     sweep = swept(("-slice_fusion=off",), {"-kgen:tiling=1": "CHECK failed"})
     twice = replace(tiny, outputs=(*tiny.outputs, *tiny.outputs))

@@ -16,6 +16,14 @@ from typing import Any
 import fake_tensorrt
 import pytest
 
+from routepilot.env.backends import load_backend
+from routepilot.env.backends.base import BuildFailure
+from routepilot.env.errors import MissingExtraError
+from routepilot.env.liveness import live
+from routepilot.env.models import Model
+from routepilot.training import cli
+from routepilot.training.inputs import prepare_model
+
 needs_rtx = pytest.mark.skipif(
     find_spec("tensorrt_rtx_bindings") is None, reason="the extra rtx is not installed"
 )
@@ -161,6 +169,44 @@ def test_doctor_without_a_gpu(tmp_path: Path) -> None:
     assert found["kill and resume a compile"]["status"] == "pass"
     assert found["timing A/A"]["status"] == "unavailable"
     assert found["timing A/A"]["hint"]
+
+
+def test_an_own_engine_is_run_and_timed(
+    tiny: Model,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_tensorrt.install(monkeypatch)
+    backend = load_backend("tensorrt")
+    built = backend.build(tiny, backend.catalog().parse(""), tmp_path)
+    assert not isinstance(built, BuildFailure)
+    built.save(tmp_path)
+    plan = str(tmp_path / "engine.plan")
+    monkeypatch.setattr(sys, "argv", ["routepilot", "engine", plan, "--json", "--seconds", "0.05"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert not stop.value.code
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["outputs"] == {"y": [1, 10]}
+    assert shown["latency_ms"] > 0
+    assert shown["notes"] == ["a fake timer"]
+
+
+def test_live_knobs_come_first_in_coordinate_descent(tiny_file: Path, tmp_path: Path) -> None:
+    """A sweep by TensorRT-RTX of the same model orders the walk of TensorRT's knobs."""
+    cache = tmp_path / "cache"
+    model = prepare_model(str(tiny_file), None, None, 0).model
+    try:
+        live(model, knobs=["-kgen:tiling"], jobs=1, cache=cache / "routepilot" / "liveness")
+    except MissingExtraError:
+        pytest.skip("the extra rtx is not installed")
+    done = routepilot(
+        *("tune", str(tiny_file), *FAKE, "-o", str(tmp_path / "out"), "--max-builds", "2"),
+        *("--json", "--agent", "recentred"),
+        XDG_CACHE_HOME=str(cache),
+    )
+    assert [t["route"] for t in tuned(done)["trials"]][0] == "-kgen:tiling=0"
 
 
 def test_a_strangers_engine_is_refused(tmp_path: Path) -> None:
