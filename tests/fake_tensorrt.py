@@ -446,3 +446,29 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "11.1.0.106") -> Fak
     plans = Path(tempfile.mkdtemp(prefix="routepilot-plans-"))
     monkeypatch.setattr(tensorrt_engine, "_plans_folder", lambda: plans)
     return module
+
+
+def if_model(path: Path) -> Path:
+    """A model whose operator `If` the fake parser refuses."""
+    from onnx import TensorProto, helper, save
+
+    def branch(name: str) -> object:
+        nodes = [helper.make_node("Identity", ["x"], [name])]
+        output = helper.make_tensor_value_info(name, TensorProto.FLOAT, [2])
+        return helper.make_graph(nodes, name, [], [output])
+
+    graph = helper.make_graph(
+        [
+            helper.make_node(
+                "If", ["c"], ["y"], "fork", then_branch=branch("a"), else_branch=branch("b")
+            )
+        ],
+        "if",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, [2]),
+            helper.make_tensor_value_info("c", TensorProto.BOOL, []),
+        ],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2])],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path

@@ -139,6 +139,12 @@ def test_bad_options_are_refused_in_one_line(
     one_line(routepilot("tune", str(tiny_file), *FAKE, "-o", out, *options), 2, *words)
 
 
+def test_a_model_that_the_parser_refuses_is_told_by_node(tmp_path: Path) -> None:
+    model = fake_tensorrt.if_model(tmp_path / "if.onnx")
+    done = routepilot("tune", str(model), *FAKE, "-o", str(tmp_path / "out"))
+    one_line(done, 2, "default route", "node 'fork' (If)", "not supported")
+
+
 @needs_rtx
 @no_gpu
 @pytest.mark.parametrize("verb", [("tune",), ("compare", "--agents", "fast")])

@@ -11,7 +11,7 @@ import fake_tensorrt
 import numpy as np
 import pytest
 from fake_tensorrt import FakeTensorRT
-from onnx import TensorProto, helper, load, save
+from onnx import load, save
 
 from routepilot.env.backends import conformance as suite
 from routepilot.env.backends import load_backend
@@ -179,31 +179,8 @@ def test_workspace_limit_reaches_the_builder(
     assert trt.built[-1].pools == {"WORKSPACE": 64 << 20}
 
 
-def _if_model(path: Path) -> Path:
-    def branch(name: str) -> object:
-        nodes = [helper.make_node("Identity", ["x"], [name])]
-        output = helper.make_tensor_value_info(name, TensorProto.FLOAT, [2])
-        return helper.make_graph(nodes, name, [], [output])
-
-    graph = helper.make_graph(
-        [
-            helper.make_node(
-                "If", ["c"], ["y"], "fork", then_branch=branch("a"), else_branch=branch("b")
-            )
-        ],
-        "if",
-        [
-            helper.make_tensor_value_info("x", TensorProto.FLOAT, [2]),
-            helper.make_tensor_value_info("c", TensorProto.BOOL, []),
-        ],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2])],
-    )
-    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    return path
-
-
 def test_parser_errors_name_node_and_operator(trt: FakeTensorRT, tmp_path: Path) -> None:
-    path = _if_model(tmp_path / "if.onnx")
+    path = fake_tensorrt.if_model(tmp_path / "if.onnx")
     with pytest.raises(ModelError, match=r"node 'fork' \(If\): not supported"):
         Compiler(find_module("tensorrt")).parse(path, {})
 
