@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from routepilot.env.outcomes import Outcome
-from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
+from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Expression, Route
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,9 @@ class Problem:
         budget: Builds the agent may spend.
         seed: Seed of its own randomness.
         tolerance: Limit of the accuracy gate's metric.
+        expression: What sweeps walk through; None for every knob.
+        skips_inert: A setting that alone gave the default's engine need not be asked beside
+            others, unless one of the route's knobs changes precision: there it may act.
     """
 
     catalog: Catalog
@@ -43,6 +46,8 @@ class Problem:
     budget: int
     seed: int
     tolerance: float = 1e-2
+    expression: Expression | None = None
+    skips_inert: bool = False
 
     def may_ask(self, route: Route) -> bool:
         """True when the route can be asked at all."""

@@ -53,15 +53,19 @@ class SweepAgent(OrderedAgent):
         return None if settings is None else self.problem.catalog.route(settings)
 
 
+def _expression(problem: Problem, expression: Expression | None) -> Expression:
+    return expression or problem.expression or sweep_expression(problem.catalog)
+
+
 def fast(problem: Problem, expression: Expression | None = None) -> SweepAgent:
     """The `fast` sweep of trtexec: one change at a time, knobs right to left."""
-    chosen = expression or sweep_expression(problem.catalog)
+    chosen = _expression(problem, expression)
     return SweepAgent("fast", problem, chosen.fast(problem.catalog))
 
 
 def full(problem: Problem, expression: Expression | None = None) -> SweepAgent:
     """The `full` sweep of trtexec: the product of all values, last knob fastest."""
-    chosen = expression or sweep_expression(problem.catalog)
+    chosen = _expression(problem, expression)
     return SweepAgent("full", problem, chosen.full())
 
 
@@ -87,7 +91,7 @@ class MixedAgent(SweepAgent):
     """trtexec's `mixed`: `fast`, then `full` over the knobs that helped."""
 
     def __init__(self, problem: Problem, expression: Expression | None = None) -> None:
-        self._expression = expression or sweep_expression(problem.catalog)
+        self._expression = _expression(problem, expression)
         super().__init__("mixed", problem, self._phases())
 
     def _phases(self) -> Iterator[Mapping[str, str]]:
@@ -116,19 +120,36 @@ class RecentredAgent(OrderedAgent):
 
     def __init__(self, problem: Problem, expression: Expression | None = None) -> None:
         super().__init__("recentred", problem)
-        self._expression = expression or sweep_expression(problem.catalog)
+        self._expression = _expression(problem, expression)
         self._walk = self._changes()
+        self._inert: set[tuple[str, str]] = set()
 
     def upcoming(self) -> Route | None:
         """The next single change of the incumbent."""
         return next(self._walk, None)
+
+    def tell(self, route: Route, outcome: Outcome) -> None:
+        """See `Agent`."""
+        super().tell(route, outcome)
+        default = self.told.get(DEFAULT_ROUTE)
+        same = default is not None and outcome.engine_hash == default.engine_hash != ""
+        if self.problem.skips_inert and same and len(route.settings) == 1:
+            self._inert.update(route.settings)
+
+    def _is_moot(self, route: Route) -> bool:
+        """True when the route holds a setting that changes nothing at the model's precision."""
+        catalog = self.problem.catalog
+        precise = any("precision" in catalog[name].marks for name in route.values)
+        return not (precise or self._inert.isdisjoint(route.settings))
 
     def _changes(self) -> Iterator[Route]:
         while True:
             start = self._centre()
             for name, values in reversed(self._expression.variables):
                 for value in values:
-                    yield self.problem.catalog.changed(self._centre(), name, value)
+                    route = self.problem.catalog.changed(self._centre(), name, value)
+                    if not self._is_moot(route):
+                        yield route
             if self._centre() == start:
                 return
 

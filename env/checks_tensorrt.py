@@ -19,74 +19,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from routepilot.env.accuracy import Gate, judge
-from routepilot.env.backends.base import BuildFailure, Engine
-from routepilot.env.backends.tensorrt import TensorRtBackend
+from routepilot.env.backends.base import BuildFailure
 from routepilot.env.backends.tensorrt_catalog import is_build_route_knob
 from routepilot.env.backends.tensorrt_compiler import (
     FLAGS_VARIABLE,
-    Compiler,
-    Network,
     Plan,
-    Settings,
-    find_module,
 )
+from routepilot.env.child import Child, Ended, machine_memory_bytes
 from routepilot.env.errors import InputError, MachineError, RoutePilotError
-from routepilot.env.gpu_timing import Gpu
+from routepilot.env.liveness import live, recalled
 from routepilot.env.outcomes import Status
-from routepilot.env.routes import DEFAULT_ROUTE
+from routepilot.env.questions_tensorrt import QUESTIONS
+from routepilot.env.tensorrt_bench import LIVE, UNKNOWN_KNOB, UNKNOWN_VALUE, Bench
 
 if TYPE_CHECKING:
     from routepilot.env.models import Model
-
-#: A change that was live on every model tried so far.
-LIVE = "-kgen:tiling=0"
-
-#: A knob and a value that no compiler has.
-UNKNOWN_KNOB, UNKNOWN_VALUE = "-routepilot_no_such_knob=1", "-kgen:tiling=banana"
 
 #: What a check found: status, detail, hint.
 Finding = tuple[str, str, str]
 
 _REPORT = "attach `routepilot doctor --json` to a report"
-
-
-class _Bench:
-    """What the checks share; the pieces are made when first asked for."""
-
-    def __init__(self, name: str, model: Model, workdir: Path, options: Mapping[str, str]) -> None:
-        self.name, self.model, self.workdir, self.options = name, model, workdir, dict(options)
-        self.trt = find_module(name)
-        self.backend = TensorRtBackend(name, options)
-        self.rtx = name == "tensorrt_rtx"
-        self._made: tuple[Compiler, Network] | None = None
-        self.default: Plan | None = None
-
-    def settings(self) -> Settings:
-        """Settings as the backend would make them, without a timing cache."""
-        return Settings(compute_capability=self.backend.capability)
-
-    def compiler(self) -> tuple[Compiler, Network]:
-        """A compiler and the parsed tiny model."""
-        if self._made is None:
-            compiler = Compiler(self.trt, self.settings())
-            shapes = {spec.name: spec.shape for spec in self.model.inputs}
-            self._made = compiler, compiler.parse(self.model.path, shapes)
-        return self._made
-
-    def build(self, route: str = "") -> Plan | BuildFailure:
-        """Build a route through this backend's channel."""
-        compiler, network = self.compiler()
-        if self.rtx:
-            return compiler.compile(network, flags=route)
-        return compiler.compile(network, build_route=route)
-
-    def live_route(self) -> str:
-        """One build route that should change the engine; empty when there is none."""
-        catalog = self.backend.catalog()
-        if LIVE.partition("=")[0] in catalog:
-            return LIVE
-        routes = catalog.neighbours(DEFAULT_ROUTE)
-        return next((str(r) for r in routes if all(map(is_build_route_knob, r.values))), "")
 
 
 def run_checks(
@@ -105,13 +57,20 @@ def run_checks(
     """
     workdir.mkdir(parents=True, exist_ok=True)
     try:
-        bench = _Bench(name, model, workdir, options or {})
+        bench = Bench(name, model, workdir, options or {})
     except RoutePilotError as error:
         yield _line("import", ("fail", str(error), "install what the message names"))
         return
     yield _line("import", ("pass", f"{bench.trt.__name__} {bench.trt.__version__}", ""))
-    for check, run in CHECKS.items():
-        yield _line(check, _guarded(partial(run, bench)))
+    builds = bench.rtx or bench.backend.has_gpu
+    for check, run in {**CHECKS, **QUESTIONS}.items():
+        if builds or check in NEEDS_NO_BUILDER:
+            yield _line(check, _guarded(partial(run, bench)))
+        else:
+            yield _line(
+                check,
+                ("unavailable", "the builder needs an NVIDIA GPU", "see the check of the GPU"),
+            )
 
 
 def _line(check: str, finding: Finding) -> dict[str, str]:
@@ -128,7 +87,7 @@ def _guarded(run: Callable[[], Finding]) -> Finding:
         return "fail", f"{type(error).__name__}: {' '.join(str(error).split())}", _REPORT
 
 
-def _versions(bench: _Bench) -> Finding:
+def _versions(bench: Bench) -> Finding:
     names = ("onnx", "onnxruntime", "numpy", "cuda-bindings", "nvidia-ml-py")
     found = []
     for name in names:
@@ -139,9 +98,9 @@ def _versions(bench: _Bench) -> Finding:
     return "pass", ", ".join(found), ""
 
 
-def _gpu(bench: _Bench) -> Finding:
+def _gpu(bench: Bench) -> Finding:
     try:
-        gpu = Gpu(int(bench.options.get("device", "0")))
+        gpu = bench.backend.gpu()
     except (MachineError, InputError) as error:
         status = "unavailable" if bench.rtx else "fail"
         return status, str(error), "a GPU and its driver are needed to run and time engines"
@@ -151,7 +110,7 @@ def _gpu(bench: _Bench) -> Finding:
     return "pass", text, "" if seen else "install nvidia-ml-py to notice clock drift"
 
 
-def _stray(bench: _Bench) -> Finding:
+def _stray(bench: Bench) -> Finding:
     stray = os.environ.get(FLAGS_VARIABLE)
     if stray is None:
         return "pass", f"{FLAGS_VARIABLE} is not set", ""
@@ -159,7 +118,7 @@ def _stray(bench: _Bench) -> Finding:
     return "fail", f"{FLAGS_VARIABLE}={stray} changes every build outside RoutePilot", hint
 
 
-def _catalog(bench: _Bench) -> Finding:
+def _catalog(bench: Bench) -> Finding:
     catalog = bench.backend.catalog()
     count = sum(is_build_route_knob(k.name) for k in catalog.knobs)
     rest = len(catalog.knobs) - count
@@ -168,7 +127,7 @@ def _catalog(bench: _Bench) -> Finding:
     return ("pass", text, "") if count else ("fail", text, "use TensorRT >= 11.1 on Linux")
 
 
-def _read_back(bench: _Bench) -> Finding:
+def _read_back(bench: Bench) -> Finding:
     compiler, _ = bench.compiler()
     if bench.rtx or not hasattr(bench.trt.IBuilderConfig, "build_route"):
         return "unavailable", "this compiler has no build_route", ""
@@ -178,7 +137,7 @@ def _read_back(bench: _Bench) -> Finding:
     return ("pass", text, "") if got.split() == route.split() else ("fail", text, _REPORT)
 
 
-def _refusal(bench: _Bench, token: str) -> Finding:
+def _refusal(bench: Bench, token: str) -> Finding:
     """What the compiler does with a token it should not take."""
     built = bench.build(token)
     if isinstance(built, BuildFailure):
@@ -188,7 +147,7 @@ def _refusal(bench: _Bench, token: str) -> Finding:
     return "pass", f"{token} is taken without a word", hint
 
 
-def _build_default(bench: _Bench) -> Finding:
+def _build_default(bench: Bench) -> Finding:
     start = time.perf_counter()
     built = bench.build()
     if isinstance(built, BuildFailure):
@@ -197,7 +156,7 @@ def _build_default(bench: _Bench) -> Finding:
     return "pass", f"{len(built.data)} bytes in {time.perf_counter() - start:.2f} s", ""
 
 
-def _build_route(bench: _Bench) -> Finding:
+def _build_route(bench: Bench) -> Finding:
     route = bench.live_route()
     if not route:
         return "unavailable", "the catalog has no build route", ""
@@ -211,8 +170,10 @@ def _build_route(bench: _Bench) -> Finding:
     return "pass" if changed else "fail", text, "" if changed else _REPORT
 
 
-def _determinism(bench: _Bench) -> Finding:
-    built = bench.build()
+def _determinism(bench: Bench) -> Finding:
+    """Two builds that know nothing of each other's timings."""
+    compiler, network = bench.compiler_with(bench.settings())
+    built = compiler.compile(network)
     if isinstance(built, BuildFailure) or bench.default is None:
         return "fail", getattr(built, "reason", "no default engine"), _REPORT
     same = built.hash == bench.default.hash
@@ -220,7 +181,7 @@ def _determinism(bench: _Bench) -> Finding:
     return "pass", text, "" if same else "informative: route effects below the noise mean nothing"
 
 
-def _channels(bench: _Bench) -> Finding:
+def _channels(bench: Bench) -> Finding:
     compiler, network = bench.compiler()
     try:
         compiler.compile(network, build_route=LIVE, flags=LIVE)
@@ -240,8 +201,8 @@ def _channels(bench: _Bench) -> Finding:
     return "pass", f"both at once: {words.get(hashes[2], 'both act')}; RoutePilot refuses it", ""
 
 
-def _accuracy(bench: _Bench) -> Finding:
-    engine = _engine(bench)
+def _accuracy(bench: Bench) -> Finding:
+    engine = bench.engine()
     try:
         outputs = [engine.run(one) for one in bench.model.selection()]
     finally:
@@ -252,9 +213,9 @@ def _accuracy(bench: _Bench) -> Finding:
     return ("pass", text, "") if verdict.status is Status.OK else ("fail", verdict.reason, _REPORT)
 
 
-def _timing(bench: _Bench) -> Finding:
+def _timing(bench: Bench) -> Finding:
     inputs = bench.model.selection()[0]
-    pair = _engine(bench), _engine(bench)
+    pair = bench.engine(), bench.engine()
     try:
         for engine in pair:
             engine.time(inputs, 0.3)
@@ -274,16 +235,14 @@ def _timing(bench: _Bench) -> Finding:
     return ("pass", text, "") if abs(ratio) < 0.01 else ("fail", text, hint)
 
 
-def _timing_cache(bench: _Bench) -> Finding:
+def _timing_cache(bench: Bench) -> Finding:
     if bench.rtx:
         return "unavailable", "TensorRT-RTX times nothing at build, so it has no timing cache", ""
     path = bench.workdir / "doctor.cache"
-    shapes = {spec.name: spec.shape for spec in bench.model.inputs}
 
     def seconds(route: str, require: bool) -> tuple[float, Plan | BuildFailure]:
         settings = replace(bench.settings(), timing_cache=path, require_cache=require)
-        compiler = Compiler(bench.trt, settings)
-        network = compiler.parse(bench.model.path, shapes)
+        compiler, network = bench.compiler_with(settings)
         start = time.perf_counter()
         built = compiler.compile(network, build_route=route)
         return time.perf_counter() - start, built
@@ -300,21 +259,45 @@ def _timing_cache(bench: _Bench) -> Finding:
     return "pass", f"{text}; a route {keyed} the default's cache", ""
 
 
-def _engine(bench: _Bench) -> Engine:
-    built = bench.backend.build(bench.model, DEFAULT_ROUTE, bench.workdir)
-    if isinstance(built, BuildFailure):
-        raise MachineError(built.reason)
-    return built
-
-
-def _needs_gpu(run: Callable[[_Bench], Finding]) -> Callable[[_Bench], Finding]:
-    def guarded(bench: _Bench) -> Finding:
+def _needs_gpu(run: Callable[[Bench], Finding]) -> Callable[[Bench], Finding]:
+    def guarded(bench: Bench) -> Finding:
         if not bench.backend.has_gpu:
-            return "unavailable", "needs an NVIDIA GPU", ""
+            return "unavailable", "needs an NVIDIA GPU", "run this where the GPU is"
         return run(bench)
 
     return guarded
 
+
+def _kill_and_resume(bench: Bench) -> Finding:
+    """A compiling child killed at its deadline, and a sweep that is not done twice."""
+    if bench.backend.has_gpu:
+        return "unavailable", "checked below with a worker that builds and times", ""
+    capability = bench.backend.capability
+    opening = {
+        "path": str(bench.model.path.absolute()),
+        "compute_capability": capability,
+        "shapes": {spec.name: list(spec.shape) for spec in bench.model.inputs},
+    }
+    environment = {k: v for k, v in os.environ.items() if k != FLAGS_VARIABLE}
+    limit = machine_memory_bytes() // 2
+    log = bench.workdir / "killed.log"
+    child = Child("routepilot.env.liveness_child", log, environment, limit)
+    child.ask(opening, 60.0)
+    ended = child.ask({"flags": ""}, 1e-3)
+    if not isinstance(ended, Ended):
+        child.kill()
+        return "fail", "a child outlived its deadline", _REPORT
+    kept = bench.workdir / "sweep"
+    knob = bench.live_route().partition("=")[0]
+    found = live(bench.model, compute_capability=capability, jobs=1, knobs=[knob], cache=kept)
+    again = recalled(bench.model, compute_capability=capability, cache=kept)
+    good = again is not None and again.changes == found.changes
+    text = f"the compiling child: {ended.reason}; {len(found.changes)} changes swept and recalled"
+    return "pass" if good else "fail", text, "" if good else _REPORT
+
+
+#: Checks that make no builder.
+NEEDS_NO_BUILDER = ("versions", "GPU and driver", "stray compiler flags")
 
 #: Every check after the import, in order.
 CHECKS: dict[str, Callable[[Any], Finding]] = {
@@ -332,4 +315,5 @@ CHECKS: dict[str, Callable[[Any], Finding]] = {
     "timing cache": _timing_cache,
     "accuracy against ONNX Runtime": _needs_gpu(_accuracy),
     "timing A/A": _needs_gpu(_timing),
+    "kill and resume a compile": _kill_and_resume,
 }

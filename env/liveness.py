@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache as remember
 from importlib import metadata, resources
 from pathlib import Path
@@ -269,6 +269,34 @@ def live(
         done = len(changes) - len(missing)
         told = progress or (lambda _done, _total: None)
         _sweep(job, missing, jobs, results, lambda n: told(done + n, len(changes)))
+    found = _summary(changes, results, compiler, compute_capability)
+    return replace(found, seconds=time.monotonic() - begin)
+
+
+def recalled(
+    model: Model, *, compute_capability: str = "8.9", cache: Path | None = None
+) -> Liveness | None:
+    """What earlier sweeps of this model by the installed compiler found; None without one.
+
+    Compiles nothing. `changes` are those that were tried.
+
+    Args:
+        model: Prepared model.
+        compute_capability: As in `live`.
+        cache: As in `live`.
+    """
+    try:
+        compiler = f"TensorRT-RTX {compiler_version()}"
+    except MissingExtraError:
+        return None
+    results = _read_cache(_cache_file(model, compiler, compute_capability, cache))
+    changes = [c for c in single_changes() if c in results]
+    return _summary(changes, results, compiler, compute_capability) if changes else None
+
+
+def _summary(
+    changes: Sequence[str], results: Mapping[str, Mapping[str, str]], compiler: str, target: str
+) -> Liveness:
     default = results[""]["hash"]
     hashes = {c: results[c].get("hash") for c in changes}
     failed = {c: one_line(results[c]["reason"]) for c in changes if hashes[c] is None}
@@ -279,9 +307,9 @@ def live(
         failed=failed,
         refused=tuple(c for c in failed if results[c]["status"] == Status.REFUSED.value),
         distinct_engines=len({default, *(h for h in hashes.values() if h)}),
-        seconds=time.monotonic() - begin,
+        seconds=0.0,
         compiler=compiler,
-        target=compute_capability,
+        target=target,
     )
 
 

@@ -62,7 +62,8 @@ class Outcome:
         route: The route.
         status: How it ended.
         reason: Why, in the compiler's words where it failed; empty when all is well. For an `OK`
-            outcome whose engine equals another's it says which.
+            outcome whose engine equals another's it says which, else what the engine noted (no log
+            line says that the route is in use, timed without a CUDA graph ...).
         measurement: Present when the engine was timed.
         losses: Worst loss over outputs and selection input sets, by metric name
             (`l0 l1 l2 lInf cos rel_l2`).

@@ -28,6 +28,7 @@ from routepilot.env.backends.tensorrt_catalog import (
     requirements,
     shipped_routes_json,
 )
+from routepilot.env.backends.tensorrt_options import Channel, read_options
 from routepilot.env.errors import InputError, MachineError, RouteError, TableError
 from routepilot.env.outcomes import Measurement, Outcome, Status
 from routepilot.env.records import Record
@@ -369,17 +370,22 @@ def _line(index: int, outcome: Outcome, named: Sequence[Knob], algorithm: str) -
     }
 
 
-def command_line(route: Route, onnx: str, engine: str = "") -> str:
+def command_line(
+    route: Route, onnx: str, engine: str = "", *, more: Sequence[str] = (), lunowud: bool = False
+) -> str:
     """The `trtexec` line that builds a route's engine.
 
     Args:
         route: Route of the TensorRT catalog.
         onnx: Model file; for a route with a precision variant the file of that variant.
         engine: File to save the engine in; left out when empty.
+        more: Further options of trtexec.
+        lunowud: Send the flags through the environment variable, as the option channel=lunowud.
     """
     tokens = " ".join(f"{n}={v}" for n, v in route.settings if is_build_route_knob(n))
-    words = ["trtexec", f"--onnx={onnx}"]
-    if tokens:
+    words = [f"__LUNOWUD={tokens}"] if tokens and lunowud else []
+    words = [*(["env", *words] if words else []), "trtexec", f"--onnx={onnx}", *more]
+    if tokens and not lunowud:
         words.append(f"--setBuildRoute={tokens}")
     for name, value in route.settings:
         if name in _LEVER_OPTIONS:
@@ -387,3 +393,32 @@ def command_line(route: Route, onnx: str, engine: str = "") -> str:
     if engine:
         words.append(f"--saveEngine={engine}")
     return shlex.join(words)
+
+
+def build_line(backend: str, options: Mapping[str, str], route: Route) -> str:
+    """The line that builds an answer of `tune` again, run where `tune` wrote its results.
+
+    Args:
+        backend: Name of the catalog; empty is returned for any but `tensorrt`.
+        options: Its options.
+        route: The answer.
+    """
+    if backend != "tensorrt":
+        return ""
+    chosen = read_options(backend, options)
+    more = ["--timingCacheFile=deploy/timing.cache"]
+    if chosen.workspace_mib:
+        more.append(f"--memPoolSize=workspace:{chosen.workspace_mib}M")
+    # The builder's own default is 1 and trtexec's is 8.
+    more.append(f"--avgTiming={chosen.avg_timing or 1}")
+    if chosen.optimization_level >= 0:
+        more.append(f"--builderOptimizationLevel={chosen.optimization_level}")
+    if chosen.device:
+        more.append(f"--device={chosen.device}")
+    return command_line(
+        route,
+        "deploy/model.onnx",
+        "rebuilt.plan",
+        more=more,
+        lunowud=chosen.channel is Channel.LUNOWUD,
+    )

@@ -104,6 +104,7 @@ class Worker:
             "gate": asdict(gate),
             "plan": asdict(plan),
             "cpu": cpu,
+            "confirming": False,
         }
         self._environment = _child_environment(options)
         #: Seconds a request may take; may be changed between requests.
@@ -215,7 +216,12 @@ class Worker:
             "save_to": str(save_to.absolute()) if save_to is not None else None,
         }
         deadline = self.deadline_seconds + 3 * self._plan.max_seconds
-        return self._outcome(route, request, deadline)[0]
+        self._opening["confirming"] = True
+        try:
+            return self._outcome(route, request, deadline)[0]
+        finally:
+            self._opening["confirming"] = False
+            self.close()
 
     def control(self) -> Outcome:
         """The default route built again and timed against itself, as any route is."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from routepilot.env import measure
 from routepilot.env.accuracy import Gate, Verdict, judge
 from routepilot.env.backends import load_backend
-from routepilot.env.backends.base import BuildFailure, Engine, Tensors
+from routepilot.env.backends.base import Backend, BuildFailure, Confirming, Engine, Tensors
 from routepilot.env.backends.layers import Layered
 from routepilot.env.child import Line, one_line
 from routepilot.env.errors import MachineError, RouteError, RoutePilotError
@@ -109,8 +109,7 @@ class Bench:
     """One model on one backend, with the default engine kept alive.
 
     Args:
-        backend: Backend name.
-        options: Backend options.
+        backend: The backend.
         model: Prepared model.
         workdir: Folder for intermediate files.
         gate: Accuracy gate.
@@ -120,15 +119,14 @@ class Bench:
 
     def __init__(
         self,
-        backend: str,
-        options: Mapping[str, str],
+        backend: Backend,
         model: Model,
         workdir: Path,
         gate: Gate,
         plan: TimingPlan,
         event: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._backend = load_backend(backend, options)
+        self._backend = backend
         self._model, self._workdir, self._gate, self._plan = model, workdir, gate, plan
         self._event = event
         self._inputs: list[Tensors] = list(model.selection())
@@ -288,7 +286,7 @@ class Bench:
         outcome = Outcome(
             route,
             verdict.status,
-            verdict.reason,
+            verdict.reason or "; ".join(getattr(engine, "notes", ())),
             measurement,
             verdict.losses,
             build_seconds=engine.build_seconds if engine is not None else built - start,
@@ -331,9 +329,11 @@ def _open(request: Mapping[str, Any], event: Callable[[dict[str, Any]], None]) -
         os.sched_setaffinity(0, {request["cpu"]})
     from routepilot.env.models import Model
 
+    backend = load_backend(request["backend"], request["options"])
+    if request["confirming"] and isinstance(backend, Confirming):
+        backend.confirming()
     return Bench(
-        request["backend"],
-        request["options"],
+        backend,
         Model.load(Path(request["model"])),
         Path(request["workdir"]),
         Gate(**request["gate"]),

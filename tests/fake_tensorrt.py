@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ class IBuilderConfig:
     def __init__(self, module: FakeTensorRT) -> None:
         self._module, self._route, self._cache = module, "", ITimingCache(b"")
         self.flags: set[str] = set()
+        self.given = b""
         self.pools: dict[Any, int] = {}
         self.profiles: list[Any] = []
         self.progress_monitor: Any = None
@@ -107,7 +108,7 @@ class IBuilderConfig:
         return ITimingCache(data)
 
     def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
-        self._cache = cache
+        self._cache, self.given = cache, cache.data
         return cache.data in (b"", b"cache of this device") or ignore_mismatch
 
     def get_timing_cache(self) -> ITimingCache:
@@ -129,6 +130,7 @@ class FakeTensorRT(types.ModuleType):
         seconds: How long a build takes.
         silent: Do not log that a route is in use.
         built: Configurations that were built, in order.
+        delays: Token -> milliseconds an inference takes on top; "" for routes with none of them.
     """
 
     ILogger, IErrorRecorder, IProgressMonitor = ILogger, IErrorRecorder, IProgressMonitor
@@ -153,6 +155,7 @@ class FakeTensorRT(types.ModuleType):
         self.seconds = 0.0
         self.silent = False
         self.built: list[IBuilderConfig] = []
+        self.delays: dict[str, float] = {}
         old = tuple(map(int, version.split(".")[:2])) < (11, 1)
         self.IBuilderConfig = _WithoutRoutes if old else IBuilderConfig
 
@@ -291,15 +294,20 @@ class Runtime:
 
     def deserialize_cuda_engine(self, data: bytes) -> Engine | None:
         try:
-            return Engine(json.loads(data)["path"])
+            plan = json.loads(data)
+            delays = self._module.delays
+            found = [delays[token] for token in plan["route"] if token in delays]
+            return Engine(plan["path"], min(found, default=delays.get("", 0.0)))
         except (ValueError, KeyError):
             self._logger.log(Log.Severity.ERROR, "Magic tag does not match")
             return None
 
 
 class Engine:
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, delay_ms: float) -> None:
         import onnxruntime
+
+        self.delay_ms = delay_ms
 
         self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         self._inputs = {i.name: i for i in self._session.get_inputs()}
@@ -347,6 +355,7 @@ class Context:
         return np.frombuffer(raw, kind).reshape(shape)
 
     def execute_async_v3(self, stream: int) -> bool:
+        time.sleep(self._engine.delay_ms / 1000)
         inputs = {n: self._view(n, self._shapes[n]) for n in self._engine._inputs}
         names = list(self._engine._outputs)
         for name, array in zip(names, self._engine._session.run(names, inputs), strict=True):
@@ -412,6 +421,19 @@ class FakeTimer:
     def close(self) -> None: ...
 
 
+def make(options: Mapping[str, str]) -> Any:
+    """The backend on the fake, for processes of their own: `fake_tensorrt:make`.
+
+    Every engine sleeps 4 ms an inference; one of `-kgen:tiling=0` sleeps 2 ms.
+    """
+    from routepilot.env.backends.tensorrt import TensorRtBackend
+
+    module = install(pytest.MonkeyPatch())
+    module.delays = {"": 4.0, "-kgen:tiling=0": 2.0}
+    module.inert = {"-cask_fusion:num_tactics=5"}
+    return TensorRtBackend("tensorrt", options)
+
+
 def install(monkeypatch: pytest.MonkeyPatch, version: str = "11.1.0.106") -> FakeTensorRT:
     """Put the fake in place of `tensorrt` and of the GPU; returns it, to be set up further."""
     from routepilot.env.backends import tensorrt, tensorrt_engine
@@ -424,3 +446,29 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "11.1.0.106") -> Fak
     plans = Path(tempfile.mkdtemp(prefix="routepilot-plans-"))
     monkeypatch.setattr(tensorrt_engine, "_plans_folder", lambda: plans)
     return module
+
+
+def if_model(path: Path) -> Path:
+    """A model whose operator `If` the fake parser refuses."""
+    from onnx import TensorProto, helper, save
+
+    def branch(name: str) -> object:
+        nodes = [helper.make_node("Identity", ["x"], [name])]
+        output = helper.make_tensor_value_info(name, TensorProto.FLOAT, [2])
+        return helper.make_graph(nodes, name, [], [output])
+
+    graph = helper.make_graph(
+        [
+            helper.make_node(
+                "If", ["c"], ["y"], "fork", then_branch=branch("a"), else_branch=branch("b")
+            )
+        ],
+        "if",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, [2]),
+            helper.make_tensor_value_info("c", TensorProto.BOOL, []),
+        ],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2])],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path

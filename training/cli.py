@@ -82,6 +82,21 @@ SecondsOpt = Annotated[
     float | None, typer.Option(help="Seconds of building and measuring to spend.")
 ]
 OutOpt = Annotated[Path, typer.Option("--out", "-o", help="Folder for results.")]
+OptionOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "-O",
+        help="Backend option, e.g. workspace_mib=4096; repeatable (docs/tensorrt.md).",
+    ),
+]
+ExpressionOpt = Annotated[
+    str | None,
+    typer.Option(help="Build only routes of this trtexec expression, e.g. '-k=[a|b] -l=c'."),
+]
+ExpressionFileOpt = Annotated[
+    Path | None, typer.Option(help="The same from a file, as for --tuneBuildRouteFile.")
+]
 DeadlineOpt = Annotated[float, typer.Option(help="Seconds one build with its timing may take.")]
 
 
@@ -110,6 +125,9 @@ def tune(
     metric: MetricOpt = "rel_l2",
     limit: LimitOpt = None,
     threads: ThreadsOpt = 1,
+    option: OptionOpt = None,
+    expression: ExpressionOpt = None,
+    expression_file: ExpressionFileOpt = None,
     deadline: DeadlineOpt = 120.0,
     seed: SeedOpt = 0,
     quiet: QuietOpt = False,
@@ -124,7 +142,12 @@ def tune(
     Example: routepilot tune model.onnx -o tuned --shape input=1x3x224x224 --max-builds 6
     """
     from routepilot.training import console
-    from routepilot.training.inputs import gate_from_options, prepare_model
+    from routepilot.training.inputs import (
+        backend_options,
+        gate_from_options,
+        prepare_model,
+        route_expression,
+    )
     from routepilot.training.report import write_report
     from routepilot.training.session import SessionConfig
     from routepilot.training.tune import tune as run
@@ -133,6 +156,7 @@ def tune(
     chosen = preset(effort)
     builds = chosen.builds if max_builds is None else max_builds
     gate = gate_from_options(metric, tolerance, limit)
+    options, routes = backend_options(option), route_expression(expression, expression_file)
     prepared = prepare_model(model, shape, inputs, seed).model
     with SearchView(f"tune {prepared.name}", builds, quiet=json or quiet) as view:
         result = run(
@@ -148,8 +172,12 @@ def tune(
             threads=threads,
             seed=seed,
             config=SessionConfig(
-                plan=chosen.plan, deadline_seconds=deadline, allow=tuple(allow or ())
+                options=options,
+                plan=chosen.plan,
+                deadline_seconds=deadline,
+                allow=tuple(allow or ()),
             ),
+            expression=routes,
             say=view.say,
             on_outcome=view.outcome,
             on_ask=lambda number, route, why: view.asking(
@@ -172,6 +200,8 @@ def tune(
             f" with {result.route}; {result.search.builds} builds, {result.seconds:.0f} s",
             markup=False,
         )
+    if result.trtexec:
+        console.out.print(f"the same by trtexec, in {out}: {result.trtexec}", markup=False)
     console.out.print(f"written to {out}: result.json, report.html, deploy/", markup=False)
 
 
@@ -197,6 +227,9 @@ def compare(
     metric: MetricOpt = "rel_l2",
     limit: LimitOpt = None,
     threads: ThreadsOpt = 1,
+    option: OptionOpt = None,
+    expression: ExpressionOpt = None,
+    expression_file: ExpressionFileOpt = None,
     deadline: DeadlineOpt = 120.0,
     seed: SeedOpt = 0,
     quiet: QuietOpt = False,
@@ -208,7 +241,12 @@ def compare(
     """
     from routepilot.training import console
     from routepilot.training.compare import compare as run
-    from routepilot.training.inputs import gate_from_options, prepare_model
+    from routepilot.training.inputs import (
+        backend_options,
+        gate_from_options,
+        prepare_model,
+        route_expression,
+    )
     from routepilot.training.search import Budget
     from routepilot.training.session import SessionConfig
 
@@ -216,12 +254,13 @@ def compare(
     builds = chosen.builds if max_builds is None else max_builds
     config = SessionConfig(
         backend=backend,
-        options={"threads": str(threads)},
+        options=backend_options(option, threads),
         gate=gate_from_options(metric, tolerance, limit),
         plan=chosen.plan,
         deadline_seconds=deadline,
         allow=tuple(allow or ()),
     )
+    routes = route_expression(expression, expression_file)
     named = prepare_model(model, shape, inputs, seed)
     names = [name.strip() for name in agents.split(",") if name.strip()]
     quiet = quiet or json
@@ -235,6 +274,7 @@ def compare(
             table=table,
             policy=policy,
             seed=seed,
+            expression=routes,
             say=(lambda _: None) if quiet else console.say,
             on_outcome=lambda agent, number, outcome: steps.step(
                 number, f"{agent}: {console.outcome_text(outcome)}", note=agent
@@ -247,15 +287,21 @@ def compare(
 
 
 @app.command()
-def knobs(backend: BackendOpt = "cpu", threads: ThreadsOpt = 1, json: JsonOpt = False) -> None:
+def knobs(
+    backend: BackendOpt = "cpu",
+    threads: ThreadsOpt = 1,
+    option: OptionOpt = None,
+    json: JsonOpt = False,
+) -> None:
     """List the knobs of a backend.
 
     Example: routepilot knobs --backend cpu --threads 2
     """
     from routepilot.env.backends import load_backend
     from routepilot.training import console
+    from routepilot.training.inputs import backend_options
 
-    catalog = load_backend(backend, {"threads": str(threads)}).catalog()
+    catalog = load_backend(backend, backend_options(option, threads)).catalog()
     rows = [
         {
             "name": k.name,
@@ -324,15 +370,16 @@ def agents(json: JsonOpt = False) -> None:
 
 
 @app.command()
-def doctor(backend: BackendOpt = "cpu", json: JsonOpt = False) -> None:
+def doctor(backend: BackendOpt = "cpu", option: OptionOpt = None, json: JsonOpt = False) -> None:
     """Check what works on this machine, one line a contract.
 
     Example: routepilot doctor --backend cpu --json
     """
     from routepilot.training import console
     from routepilot.training.doctor import run_checks
+    from routepilot.training.inputs import backend_options
 
-    checks = [check.as_json() for check in run_checks(backend)]
+    checks = [check.as_json() for check in run_checks(backend, backend_options(option))]
     failed = any(check["status"] == "fail" for check in checks)
     if json:
         console.print_json(checks)
@@ -397,6 +444,7 @@ def main() -> None:
         cli_insight,
         cli_learning,
         cli_nvidia,
+        cli_records,
     )
 
     try:

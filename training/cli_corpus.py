@@ -1,4 +1,4 @@
-"""Verbs about models and measurements: `zoo`, `collect`, `records`.
+"""Verbs about models and measurements: `zoo`, `collect`.
 
 Imported by `cli.main`, which owns the application object.
 """
@@ -20,7 +20,10 @@ from routepilot.training.cli import (
     AllowOpt,
     BackendOpt,
     EffortOpt,
+    ExpressionFileOpt,
+    ExpressionOpt,
     JsonOpt,
+    OptionOpt,
     SecondsOpt,
     SeedOpt,
     ThreadsOpt,
@@ -32,9 +35,7 @@ if TYPE_CHECKING:
     from routepilot.training.collect import CorpusModel
 
 zoo_app = typer.Typer(help="The corpus: list, export and check its models.", no_args_is_help=True)
-records_app = typer.Typer(help="Route tables: describe, export, import.", no_args_is_help=True)
 app.add_typer(zoo_app, name="zoo")
-app.add_typer(records_app, name="records")
 
 
 @zoo_app.command("list")
@@ -132,10 +133,13 @@ def collect(
     ] = "zoo",
     backend: BackendOpt = "cpu",
     threads: ThreadsOpt = 1,
+    option: OptionOpt = None,
     effort: EffortOpt = Effort.STANDARD,
     routes: Annotated[
         int | None, typer.Option(help="Routes a model, common to all. By --effort when absent.")
     ] = None,
+    expression: ExpressionOpt = None,
+    expression_file: ExpressionFileOpt = None,
     max_seconds: SecondsOpt = None,
     allow: AllowOpt = None,
     controls: Annotated[int, typer.Option(help="Rebuilds of the default a model.")] = 3,
@@ -161,7 +165,9 @@ def collect(
     from routepilot.env.tables import save_table
     from routepilot.training import collect as collecting
     from routepilot.training import console
+    from routepilot.training.candidates import lay_out, read_expression
     from routepilot.training.files import ensure_folder
+    from routepilot.training.inputs import backend_options, route_expression
     from routepilot.training.session import SessionConfig
 
     if threads * workers > (os.cpu_count() or 1):
@@ -173,15 +179,20 @@ def collect(
     store = out.with_suffix(".sqlite")
     config = SessionConfig(
         backend=backend,
-        options={"threads": str(threads)},
+        options=backend_options(option, threads),
         plan=preset(effort).plan,
         deadline_seconds=deadline,
         allow=tuple(allow or ()),
     )
     compiler = load_backend(backend, config.options)
     corpus = _corpus(models, seed)
+    wanted = route_expression(expression, expression_file)
     count = preset(effort).routes if routes is None else routes
-    plan = collecting.plan_routes(compiler.catalog(), count, seed)
+    plan = (
+        collecting.plan_routes(compiler.catalog(), count, seed)
+        if wanted is None
+        else lay_out(read_expression(wanted, compiler.catalog()), compiler.catalog(), "collect")
+    )
     end = math.inf if max_seconds is None else time.monotonic() + max_seconds
     total = len(corpus) * (len(plan) + controls + 1)
     stop = threading.Event()
@@ -226,69 +237,6 @@ def collect(
         console.print_json({"table": str(out), "models": len(table.models), "routes": len(plan)})
     else:
         console.out.print(f"written: {out} ({len(table.models)} models)", markup=False)
-
-
-@records_app.command("describe")
-def records_describe(
-    table: Annotated[str, typer.Argument(help="Table file, or the name of a released table.")],
-    tolerance: Annotated[float, typer.Option(help="Limit on the relative L2 error.")] = 1e-2,
-    json: JsonOpt = False,
-) -> None:
-    """Say what a table holds: coverage, best gain by model, failures, controls.
-
-    Example: routepilot records describe cpu --tolerance 0.03
-    """
-    from routepilot.env.accuracy import Gate
-    from routepilot.env.tables import describe_table, load_table
-    from routepilot.training import console
-    from routepilot.training.defaults import find_table
-
-    facts = describe_table(load_table(find_table(table)), Gate(limit=tolerance))
-    if json:
-        console.print_json(facts)
-        return
-    console.print_description(facts)
-
-
-@records_app.command("export")
-def records_export(
-    store: Annotated[Path, typer.Argument(help="Record store (.sqlite).")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Table file to write.")],
-) -> None:
-    """Write a record store as a portable table file.
-
-    Example: routepilot records export table.sqlite -o table.parquet
-    """
-    from routepilot.env.store import RecordStore
-    from routepilot.env.tables import save_table
-    from routepilot.training import console
-    from routepilot.training.manifest import manifest
-
-    if not store.is_file():
-        raise InputError(f"record store {str(store)!r} does not exist; give a .sqlite file")
-    with RecordStore(store) as source:
-        save_table(source.table(manifest=manifest()), out)
-    console.out.print(f"written: {out}", markup=False)
-
-
-@records_app.command("import")
-def records_import(
-    table: Annotated[str, typer.Argument(help="Table file, or the name of a released table.")],
-    store: Annotated[Path, typer.Option("--store", help="Record store to add to.")],
-) -> None:
-    """Put a table's records into a record store; what is there stays.
-
-    Example: routepilot records import cpu --store mine.sqlite
-    """
-    from routepilot.env.store import RecordStore
-    from routepilot.env.tables import load_table
-    from routepilot.training import console
-    from routepilot.training.defaults import find_table
-
-    source = load_table(find_table(table))
-    with RecordStore(store) as target:
-        target.put_table(source)
-    console.out.print(f"{len(source.models)} models imported into {store}", markup=False)
 
 
 def _names(text: str | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Verbs that ask NVIDIA's compilers: `live`.
+"""Verbs that ask NVIDIA's compilers: `live`, `engine`.
 
 Imported by `cli.main`, which owns the application object.
 """
@@ -10,7 +10,21 @@ from typing import Annotated
 
 import typer
 
-from routepilot.training.cli import InputsOpt, JsonOpt, ModelArg, SeedOpt, ShapeOpt, app
+from routepilot.training.cli import (
+    BackendOpt,
+    InputsOpt,
+    JsonOpt,
+    ModelArg,
+    SeedOpt,
+    ShapeOpt,
+    app,
+)
+
+#: What a sweep by TensorRT-RTX does not say.
+NOT_PROVED = (
+    "This is TensorRT-RTX, which chooses kernels at run time: -cask*, -tactic:* and much of"
+    " -mha_fusion:v2:* can look inert here and matter to TensorRT on a data-centre GPU."
+)
 
 
 @app.command()
@@ -71,3 +85,57 @@ def live(
         ],
     )
     console.out.print(f"{len(data['identical'])} changes leave the engine as it is", markup=False)
+    console.out.print(NOT_PROVED, markup=False)
+
+
+@app.command()
+def engine(
+    plan: Annotated[Path, typer.Argument(help="Engine file, e.g. tuned/deploy/engine.plan.")],
+    backend: BackendOpt = "tensorrt",
+    inputs: Annotated[
+        Path | None, typer.Option(help=".npz input set; inputs.npz beside the engine when absent.")
+    ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Load an engine that this installation did not build.")
+    ] = False,
+    device: Annotated[int, typer.Option(help="CUDA device number.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Seconds of timing.")] = 1.0,
+    json: JsonOpt = False,
+) -> None:
+    """Load a saved TensorRT engine, run it and time it.
+
+    An engine is code that runs. One that this installation did not build is loaded only with
+    --trust, and one of another version or GPU is refused by TensorRT.
+
+    Example: routepilot engine tuned/deploy/engine.plan
+    """
+    import statistics
+
+    from routepilot.env.backends.tensorrt_engine import open_plan
+    from routepilot.env.errors import InputError
+    from routepilot.env.models import read_input_sets
+    from routepilot.training import console
+
+    if backend not in ("tensorrt", "tensorrt_rtx"):
+        raise InputError(f"backend {backend!r} has no plan files; give tensorrt or tensorrt_rtx")
+    execution = open_plan(plan, backend, trust=trust, device=device)
+    try:
+        (given,) = read_input_sets([inputs or plan.with_name("inputs.npz")])
+        outputs = execution.run(given)
+        times, notes = execution.time(given, seconds)
+    finally:
+        execution.close()
+    shapes = {name: list(array.shape) for name, array in outputs.items()}
+    latency = statistics.median(times)
+    if json:
+        console.print_json(
+            {"outputs": shapes, "latency_ms": latency, "runs": len(times), "notes": notes}
+        )
+        return
+    console.print_table(
+        f"{plan.name}: median {latency:.4f} ms over {len(times)} runs",
+        ("output", "shape"),
+        [(name, "x".join(map(str, shape))) for name, shape in shapes.items()],
+    )
+    for note in notes:
+        console.say(note)

@@ -7,6 +7,7 @@ as it comes, repeats as controls, resumed by repeating the command. Knows no age
 from __future__ import annotations
 
 import itertools
+import math
 import queue
 import random
 import threading
@@ -28,6 +29,11 @@ from routepilot.training.session import Session, SessionConfig
 #: Gate while collecting: anything that resembles the reference is timed, so that a table can be
 #: replayed at any tolerance below this.
 COLLECT_GATE = Gate(metric="rel_l2", limit=0.5)
+
+
+#: Largest product of strong knobs that is planned in full. TensorRT has some twenty knobs of
+#: precision.
+MOST_PRODUCT = 4096
 
 
 @dataclass(frozen=True)
@@ -84,10 +90,13 @@ def plan_routes(catalog: Catalog, count: int, seed: int = 0) -> list[Route]:
 
     Returns:
         Legal routes without the default, each once: every one-knob change, the full product of
-        the knobs marked `engine` or `precision`, that product's members each with one more
-        change, drawn at random, until `count`.
+        the knobs marked `engine` or `precision` (of those marked `engine` or `variant` where that
+        product is beyond reach), its members each with more changes, drawn at random, until
+        `count`.
     """
     strong = [k for k in catalog.knobs if {"engine", "precision"} & set(k.marks)]
+    if math.prod(len(k.all_values) for k in strong) > MOST_PRODUCT:
+        strong = [k for k in strong if {"engine", "variant"} & set(k.marks)]
     product = [
         dict(zip((k.name for k in strong), values, strict=True))
         for values in itertools.product(*(k.all_values for k in strong))

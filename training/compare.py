@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from routepilot.agents import NEEDS_TABLE, make_agent
-from routepilot.agents.base import Problem
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import PolicyError
 from routepilot.env.outcomes import Outcome
@@ -21,6 +20,7 @@ from routepilot.env.records import RouteTable
 from routepilot.env.routes import Route
 from routepilot.env.store import RecordStore
 from routepilot.env.tables import load_table
+from routepilot.training.candidates import make_problem
 from routepilot.training.defaults import find_policy, find_table, released_policies
 from routepilot.training.files import ensure_folder, write_json
 from routepilot.training.inputs import NamedModel
@@ -84,6 +84,7 @@ def run_agents(
     table: RouteTable | None = None,
     policy: LoadedPolicy | None = None,
     seed: int = 0,
+    expression: str | Path | None = None,
     say: Say = silent,
     on_outcome: Callable[[str, int, Outcome], None] | None = None,
 ) -> Mapping[str, AgentResult]:
@@ -97,6 +98,7 @@ def run_agents(
             not be in it (`without_model`).
         policy: Policy for `ppo`.
         seed: Seed for every agent.
+        expression: As in `tune`.
         say: Hears one line an agent.
         on_outcome: Hears agent, build number and outcome.
 
@@ -107,8 +109,8 @@ def run_agents(
     gate = session.config.gate
     replay = Replay(table, gate) if table is not None else None
     for name in dict.fromkeys(agents):
-        problem = Problem(
-            session.catalog, session.features, None, budget.max_builds, seed, gate.limit
+        problem = make_problem(
+            session, name, budget.max_builds, seed, expression=expression, say=say
         )
         agent = make_agent(name, problem, replay=replay, policy=policy)
         say(f"agent {name}")
@@ -141,6 +143,7 @@ def compare(
     table: str | None = None,
     policy: str | None = None,
     seed: int = 0,
+    expression: str | Path | None = None,
     say: Say = silent,
     on_outcome: Callable[[str, int, Outcome], None] | None = None,
 ) -> Mapping[str, AgentResult]:
@@ -155,6 +158,7 @@ def compare(
         table: Route table by name or path; the backend's released one when None.
         policy: Policy by name or path; the backend's released one when None.
         seed: Seed for every agent.
+        expression: As in `tune`.
         say: Hears remarks.
         on_outcome: Hears agent, build number and outcome.
     """
@@ -171,6 +175,7 @@ def compare(
             table=known,
             policy=loaded,
             seed=seed,
+            expression=expression,
             say=say,
             on_outcome=on_outcome,
         )

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from routepilot.training.session import Session
 
 
+#: Most knobs of a catalog on which random routes are a sound search from nothing.
+FEW_KNOBS = 32
+
+
 @dataclass(frozen=True)
 class Choice:
     """An agent and what it needs.
@@ -113,7 +117,9 @@ def choose_agent(session: Session, *, policy: str | None, agent: str | None) -> 
             replay = Replay(load_table(find_table(backend)), session.config.gate)
         return Choice(agent, agent, f"agent {agent}, as asked", replay)
     if policy is None and backend not in released_policies():
-        return Choice("random", "random", f"agent random: no policy is released for {backend}")
+        # A random route changes half the knobs at once, of which few are worth a change.
+        name = "random" if len(session.catalog.knobs) <= FEW_KNOBS else "recentred"
+        return Choice(name, name, f"agent {name}: no policy is released for {backend}")
     name = policy or backend
     loaded = load_policy(find_policy(name))
     why = "as asked" if policy else f"the released one for the {backend} backend"

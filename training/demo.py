@@ -97,7 +97,7 @@ def run_demo(out: Path, *, max_builds: int = 6, seed: int = 0, as_json: bool = F
         return
     console.print_comparison(f"{MODEL}: {max_builds} builds each, real model never seen", rows)
     console.out.print(verdict(rows, time.monotonic() - start), markup=False)
-    console.out.print(f"written to {folder}: report.html, result.json, model/", markup=False)
+    console.out.print(f"written to {folder}: report.html, result.json, deploy/", markup=False)
 
 
 def verdict(rows: Mapping[str, AgentResult], seconds: float) -> str:

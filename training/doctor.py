@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -54,8 +54,13 @@ OPTIONAL = {
 }
 
 
-def run_checks(backend: str) -> Iterator[Check]:
-    """Run every check for a backend, in an order in which each rests on the earlier ones."""
+def run_checks(backend: str, options: Mapping[str, str] | None = None) -> Iterator[Check]:
+    """Run every check for a backend, in an order in which each rests on the earlier ones.
+
+    Args:
+        backend: Backend name.
+        options: Backend options.
+    """
     for package, extra in OPTIONAL.items():
         yield _package(package, extra)
     with tempfile.TemporaryDirectory(prefix="routepilot-doctor-") as folder:
@@ -67,7 +72,27 @@ def run_checks(backend: str) -> Iterator[Check]:
             yield Check("tiny model", "fail", str(error), "reinstall onnx and onnxruntime")
             return
         yield Check("tiny model", "pass", f"fingerprint {model.fingerprint[:12]}")
-        yield from _backend_checks(backend, model, place)
+        if backend in ("tensorrt", "tensorrt_rtx"):
+            timed = True
+            for check in _compiler_checks(backend, model, place, options or {}):
+                timed = timed and not (check.check in NEEDED and check.status != "pass")
+                yield check
+            if not timed:
+                return
+        yield from _backend_checks(backend, model, place, options or {})
+
+
+#: Without these of TensorRT's checks nothing can be timed.
+NEEDED = ("import", "GPU and driver", "catalog", "build default")
+
+
+def _compiler_checks(
+    backend: str, model: Model, folder: Path, options: Mapping[str, str]
+) -> Iterator[Check]:
+    from routepilot.env import checks_tensorrt
+
+    for found in checks_tensorrt.run_checks(backend, model, folder / "compiler", options):
+        yield Check(**found)
 
 
 def tiny_model(folder: Path) -> Model:
@@ -111,11 +136,14 @@ def _store(folder: Path) -> Check:
         return Check("record store", "pass", "SQLite opens in write-ahead mode")
 
 
-def _backend_checks(backend: str, model: Model, folder: Path) -> Iterator[Check]:
+def _backend_checks(
+    backend: str, model: Model, folder: Path, options: Mapping[str, str]
+) -> Iterator[Check]:
     name = f"backend {backend}"
     try:
         store = RecordStore(folder / "records.sqlite")
-        session = Session(model, SessionConfig(backend=backend), store, folder / "work")
+        config = SessionConfig(backend=backend, options=options)
+        session = Session(model, config, store, folder / "work")
     except RoutePilotError as error:
         yield Check(name, "fail", str(error), "install the extra that the message names")
         return
@@ -129,6 +157,7 @@ def _backend_checks(backend: str, model: Model, folder: Path) -> Iterator[Check]
         yield _guarded("refused combination", lambda: _refusal(session))
         yield _guarded("noise floor", lambda: _noise(session))
         yield _guarded("child is killed at its deadline", lambda: _deadline(session, folder))
+        yield _guarded("a run goes on where it was", lambda: _resume(session, folder))
 
 
 def _guarded(name: str, check: Callable[[], Check]) -> Check:
@@ -185,3 +214,15 @@ def _deadline(session: Session, folder: Path) -> Check:
         outcome = short.worker.trial(short.catalog.neighbours(DEFAULT_ROUTE)[0])
     good = outcome.status is Status.TIMED_OUT
     return Check("child is killed at its deadline", "pass" if good else "fail", outcome.reason)
+
+
+def _resume(session: Session, folder: Path) -> Check:
+    """The store of the run that lost its child is opened again."""
+    with (
+        RecordStore(folder / "hasty.sqlite") as store,
+        Session(session.model, session.config, store, folder / "hasty") as again,
+    ):
+        again.default()
+        built = again.fresh_builds
+    detail = f"after the kill, {built} builds are done again"
+    return Check("a run goes on where it was", "pass" if built == 0 else "fail", detail)

@@ -5,9 +5,18 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from enum import Enum
 from pathlib import Path
 
 from routepilot.env.errors import InputError
+
+
+class Format(str, Enum):
+    """Files that records come from and go to."""
+
+    AUTO = "auto"
+    TABLE = "table"  # Parquet
+    TRTEXEC = "trtexec"  # JSON lines
 
 
 def ensure_folder(folder: Path) -> Path:

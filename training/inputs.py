@@ -69,3 +69,36 @@ def gate_from_options(metric: str, tolerance: float, limits: Sequence[str] | Non
             raise InputError(f"--limit {item!r} is not of the form output=0.05")
         per_output[name] = number
     return Gate(metric=metric, limit=tolerance, per_output=per_output)
+
+
+def backend_options(given: Sequence[str] | None, threads: int | None = None) -> dict[str, str]:
+    """Backend options of `--option name=value`, which the backend itself checks.
+
+    Args:
+        given: The texts.
+        threads: Threads an engine may use; None leaves them out.
+
+    Raises:
+        InputError: A text is not of the form, or names an option twice.
+    """
+    options = {} if threads is None else {"threads": str(threads)}
+    for item in given or ():
+        name, equals, value = item.partition("=")
+        if not equals or not name or not value:
+            raise InputError(f"--option {item!r} is not of the form name=value")
+        if name in options:
+            hint = "; use --threads" if name == "threads" else "; give it once"
+            raise InputError(f"--option {item!r} sets {name} a second time{hint}")
+        options[name] = value
+    return options
+
+
+def route_expression(text: str | None, file: Path | None) -> str | Path | None:
+    """What `--expression` or `--expression-file` says.
+
+    Raises:
+        InputError: Both are given.
+    """
+    if text is not None and file is not None:
+        raise InputError("--expression and --expression-file exclude each other; give one")
+    return text if file is None else file

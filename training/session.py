@@ -15,7 +15,7 @@ from types import TracebackType
 
 from routepilot.env.accuracy import Gate, regate
 from routepilot.env.backends import load_backend
-from routepilot.env.backends.base import Backend
+from routepilot.env.backends.base import Backend, NeedsDevice
 from routepilot.env.errors import RouteError, TableError
 from routepilot.env.features import model_features
 from routepilot.env.measure import TimingPlan
@@ -84,6 +84,8 @@ class Session:
         self.model = model
         self.config = config
         self.backend: Backend = load_backend(config.backend, config.options)
+        if isinstance(self.backend, NeedsDevice):
+            self.backend.require_device()
         self.catalog = self.backend.catalog()
         self.target = self.backend.target()
         self._store = store
@@ -209,6 +211,11 @@ class Session:
     def confirm(self, route: Route, save_to: Path | None = None) -> Outcome:
         """Fresh builds of the route and the default, other inputs, ABBA timing; not recorded."""
         return self._timed(lambda: self.worker.confirm(route, save_to))
+
+    def stray(self) -> dict[str, str]:
+        """Compiler flags that the environment held and the children were kept from."""
+        flags = self.worker.stray_flags
+        return {} if flags is None else {"stray_flags": flags}
 
     def noise_floor(self) -> float:
         """Log ratio below which two default engines cannot be told apart in this session."""

@@ -15,14 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepilot.agents import make_agent
-from routepilot.agents.base import Expecting, Problem
+from routepilot.agents.base import Expecting
 from routepilot.env.accuracy import Gate
 from routepilot.env.errors import InputError, MachineError
 from routepilot.env.models import Model, prepare
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import DEFAULT_ROUTE
 from routepilot.env.store import RecordStore
+from routepilot.env.trtexec import build_line
 from routepilot.training import deploy
+from routepilot.training.candidates import make_problem
 from routepilot.training.defaults import choose_agent
 from routepilot.training.files import ensure_folder, write_json
 from routepilot.training.manifest import manifest
@@ -52,6 +54,7 @@ class TuneResult:
         default_latency_ms: Median latency of the default route, milliseconds.
         seconds: Wall-clock seconds of the run.
         overhead_seconds: Seconds spent neither building nor measuring.
+        trtexec: Command line that builds the answer again in OUT; empty for other compilers.
         manifest: What the figures depend on.
         state: `searching` until the answer is confirmed, then `done`.
     """
@@ -66,6 +69,7 @@ class TuneResult:
     default_latency_ms: float
     seconds: float
     overhead_seconds: float
+    trtexec: str = ""
     manifest: Mapping[str, object] = field(default_factory=dict)
     state: str = "done"
 
@@ -109,6 +113,7 @@ class TuneResult:
             "outcomes": self.search.statuses,
             "ended_by": self.search.ended_by,
             "note": self.confirmed.note,
+            **({"trtexec": self.trtexec} if self.trtexec else {}),
             "trials": [trial_as_json(o) for o in self.search.outcomes],
             "manifest": dict(self.manifest),
         }
@@ -148,6 +153,7 @@ def tune(
     seed: int = 0,
     config: SessionConfig | None = None,
     until_noise: bool = False,
+    expression: str | Path | None = None,
     say: Say = silent,
     on_outcome: Callable[[int, Outcome], None] | None = None,
     on_ask: OnAsk | None = None,
@@ -172,6 +178,7 @@ def tune(
         config: Finer settings; its backend, threads and gate are overridden by the arguments.
         until_noise: Stop once the agent expects less of the next build than what timing cannot
             tell apart (`TimingPlan.half_width`). Needs an agent with a belief.
+        expression: trtexec's route expression (a path: a file of one); only its routes are built.
         say: Hears one line at each phase.
         on_outcome: Hears each build's number and outcome.
         on_ask: Hears of each build before it begins, with what the agent believes of it.
@@ -207,8 +214,8 @@ def tune(
         session.wake()
         choice = choose_agent(session, policy=policy, agent=agent)
         say(choice.why)
-        problem = Problem(
-            session.catalog, session.features, None, max_builds, seed, settings.gate.limit
+        problem = make_problem(
+            session, choice.agent, max_builds, seed, expression=expression, say=say
         )
         searcher = make_agent(choice.agent, problem, replay=choice.replay, policy=choice.policy)
         say(f"default route of {prepared.name} on {backend}, {threads} thread(s)")
@@ -239,8 +246,10 @@ def tune(
                 default_latency_ms=default.measurement.latency_ms if default.measurement else 0.0,
                 seconds=seconds,
                 overhead_seconds=seconds - session.worker_seconds,
+                trtexec=build_line(session.catalog.name, settings.options, confirmed.route),
                 manifest={
                     **facts,
+                    **session.stray(),
                     "noise_floor": noise,
                     "fresh_builds": session.fresh_builds,
                 },

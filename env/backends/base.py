@@ -21,6 +21,7 @@ from routepilot.env.outcomes import Status
 from routepilot.env.routes import Catalog, Route
 
 if TYPE_CHECKING:
+    from routepilot.env.inert import Narrowed
     from routepilot.env.models import Model
 
 #: Named tensors, as engines take and give them.
@@ -101,6 +102,8 @@ class Engine(Protocol):
         hash: Hash of the optimized graph and of the settings that act at run time. Equal hashes
             mean the same engine, which need not be measured twice.
         build_seconds: Seconds that building took, transforms found made included.
+
+    An engine may also have `notes`, a list of what the reader of its figures should know.
     """
 
     hash: str
@@ -165,4 +168,35 @@ class Backend(Protocol):
         Returns:
             The engine, or the reason why there is none. Raises only for faults of the machine.
         """
+        ...
+
+
+@runtime_checkable
+class NeedsDevice(Protocol):
+    """A backend that can build where it cannot run."""
+
+    def require_device(self) -> None:
+        """Say so before anything is built whose figures are wanted.
+
+        Raises:
+            MachineError: There is no device to run engines on; the message says what needs none.
+        """
+        ...
+
+
+@runtime_checkable
+class Confirming(Protocol):
+    """A backend whose builds lean on timings of earlier builds."""
+
+    def confirming(self) -> None:
+        """The builds that follow are finalists': no timing taken during the search shapes them."""
+        ...
+
+
+@runtime_checkable
+class Narrows(Protocol):
+    """A backend that can tell before a build what cannot matter to a model."""
+
+    def narrowed(self, model: Model) -> Narrowed:
+        """The catalog without what is proved inert for this model; see `env/inert.py`."""
         ...

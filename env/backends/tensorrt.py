@@ -35,33 +35,25 @@ from routepilot.env.backends.tensorrt_compiler import (
     version_numbers,
 )
 from routepilot.env.backends.tensorrt_engine import TensorRtEngine
+from routepilot.env.backends.tensorrt_options import Channel, TimingCache, read_options
 from routepilot.env.backends.tensorrt_precision import variant
 from routepilot.env.child import one_line
-from routepilot.env.errors import InputError, MachineError, ModelError
+from routepilot.env.errors import InputError, MachineError, ModelError, RoutePilotError
 from routepilot.env.gpu_timing import Gpu
 from routepilot.env.outcomes import Status
 from routepilot.env.routes import Catalog, Route
 
 if TYPE_CHECKING:
+    from routepilot.env.inert import Narrowed
     from routepilot.env.models import Model
-
-#: Options of the backends: name -> allowed words; empty for a number or a text.
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "channel": ("build_route", "lunowud"),
-    "unsafe": ("off", "on"),
-    "timing_cache": ("shared", "fresh", "replay"),
-    "capability": (),
-    "device": (),
-    "workspace_mib": (),
-    "avg_timing": (),
-    "deadline": (),
-    "threads": (),
-}
 
 #: Compute capability that TensorRT-RTX compiles for where there is no GPU and none is asked for.
 RTX_CAPABILITY = "8.9"
 
-#: Variant of the timing cache's file that all trials of one model share.
+#: The lever that the option `optimization_level` takes out of the catalog.
+LEVEL = "-builder_optimization_level"
+
+#: File of the timing cache that all trials of one model share.
 CACHE_NAME = "timing.cache"
 
 
@@ -70,14 +62,7 @@ class TensorRtBackend:
 
     Args:
         name: `tensorrt` or `tensorrt_rtx`.
-        options: All optional. `channel`: `build_route` (TensorRT's own, >= 11.1) or `lunowud` (the
-            environment variable, experimental; the only one of TensorRT-RTX). `unsafe=on` takes in
-            knobs that can break the mathematics. `timing_cache`: `shared` by all builds of a work
-            folder, `fresh` for each build (for finalists), or `replay` (fail rather than time
-            anew). `capability`: compute capability for TensorRT-RTX, e.g. `8.9`. `device`: CUDA
-            device number. `workspace_mib`: limit of the workspace. `avg_timing`: timings averaged
-            for a tactic. `deadline`: seconds after which a build is cancelled. `threads` is taken
-            and ignored, since timing is on the GPU.
+        options: As `tensorrt_options.read_options`; all optional.
 
     Raises:
         InputError: An option that does not exist or cannot be used.
@@ -86,32 +71,67 @@ class TensorRtBackend:
 
     def __init__(self, name: str, options: Mapping[str, str] | None = None) -> None:
         self.name = name
-        self._options = check_options(name, options or {})
+        self.options = read_options(name, options or {})
+        self._confirming = False
         self._trt = find_module(name)
         self._networks: dict[Path, Network] = {}
         self._compilers: dict[Path | None, Compiler] = {}
 
     @cached_property
+    def _device(self) -> Gpu | RoutePilotError:
+        """The device, or why there is none."""
+        try:
+            return Gpu(self.options.device)
+        except (MachineError, InputError) as error:
+            return error
+
+    @property
     def _gpu(self) -> Gpu | None:
         """The device, or None where TensorRT-RTX compiles without one."""
-        try:
-            return Gpu(int(self._options["device"]))
-        except (MachineError, InputError):
-            if self.name == "tensorrt_rtx":
-                return None
-            raise
+        if not isinstance(self._device, RoutePilotError):
+            return self._device
+        if self.name == "tensorrt_rtx":
+            return None
+        raise self._without_device(self._device)
+
+    def _without_device(self, why: RoutePilotError) -> RoutePilotError:
+        verb = "builds here but cannot time" if self.name == "tensorrt_rtx" else "cannot build"
+        return type(why)(
+            f"{self.name} {verb} without an NVIDIA GPU: {why}. What needs none: `routepilot live"
+            " MODEL` (which knobs can matter), `routepilot doctor --backend tensorrt_rtx`, and"
+            " tuning with --backend cpu"
+        )
 
     @property
     def has_gpu(self) -> bool:
         """True where engines can be run and timed."""
-        return self._gpu is not None
+        return not isinstance(self._device, RoutePilotError)
+
+    def gpu(self) -> Gpu:
+        """The device that engines run on.
+
+        Raises:
+            RoutePilotError: There is none; the message says why.
+        """
+        if isinstance(self._device, RoutePilotError):
+            raise self._device
+        return self._device
 
     @cached_property
     def capability(self) -> str:
         """Compute capability to compile for; empty for the GPU at hand."""
         if self.name == "tensorrt":
             return ""
-        return self._options["capability"] or ("" if self._gpu is not None else RTX_CAPABILITY)
+        return self.options.capability or ("" if self._gpu is not None else RTX_CAPABILITY)
+
+    def confirming(self) -> None:
+        """The builds that follow are finalists'; see `base.Confirming`."""
+        self._confirming = True
+
+    def require_device(self) -> None:
+        """Engines must be run, not only built; see `base.NeedsDevice`."""
+        if isinstance(self._device, RoutePilotError):
+            raise self._without_device(self._device)
 
     def _compiler(self, cache: Path | None) -> Compiler:
         if cache not in self._compilers:
@@ -119,11 +139,11 @@ class TensorRtBackend:
                 _ = self._gpu  # a missing GPU is told better here than by the builder
             settings = Settings(
                 compute_capability=self.capability,
-                workspace_bytes=int(self._options["workspace_mib"] or 0) << 20,
-                avg_timing_iterations=int(self._options["avg_timing"] or 0),
-                deadline_seconds=float(self._options["deadline"] or 0),
+                workspace_bytes=self.options.workspace_mib << 20,
+                avg_timing_iterations=self.options.avg_timing,
+                deadline_seconds=float(self.options.deadline),
                 timing_cache=cache,
-                require_cache=self._options["timing_cache"] == "replay",
+                require_cache=self.options.timing_cache is TimingCache.REPLAY,
             )
             self._compilers[cache] = Compiler(self._trt, settings)
         return self._compilers[cache]
@@ -131,13 +151,16 @@ class TensorRtBackend:
     @cached_property
     def _catalog(self) -> Catalog:
         version = str(self._trt.__version__)
-        unsafe = self._options["unsafe"] == "on"
+        unsafe = self.options.unsafe
         if self.name == "tensorrt_rtx":
             return make_catalog(
                 self.name, version, shipped_routes_json(), levers=RTX_LEVERS, unsafe=unsafe
             )
+        levers = set(LEVERS)
+        if self.options.optimization_level >= 0:
+            levers.remove(LEVEL)
         routes = self._compiler(None).all_build_routes()
-        if not routes.strip() and self._options["channel"] == "lunowud":
+        if not routes.strip() and self.options.channel is Channel.LUNOWUD:
             # No list on this machine (before 11.1, or Windows): the shipped one stands in, and the
             # compiler refuses what it does not know.
             routes = shipped_routes_json()
@@ -146,11 +169,25 @@ class TensorRtBackend:
                 f"TensorRT {version} lists no build routes here (Windows builds have no Global"
                 " Performance Tuner); use Linux, or channel=lunowud (experimental)"
             )
-        return make_catalog(self.name, version, routes, unsafe=unsafe)
+        return make_catalog(self.name, version, routes, levers=levers, unsafe=unsafe)
 
     def catalog(self) -> Catalog:
         """The knobs; see `base.Backend`."""
         return self._catalog
+
+    def narrowed(self, model: Model) -> Narrowed:
+        """The catalog without what is proved inert; see `base.Narrows`.
+
+        A sweep of `routepilot live` counts for TensorRT-RTX alone; for TensorRT it is a hint, since
+        another compiler proves nothing about this one.
+        """
+        from routepilot.env.inert import narrow
+        from routepilot.env.liveness import recalled
+
+        if self.name == "tensorrt":
+            return narrow(self.catalog(), model, None, hint=recalled(model))
+        capability = self.capability or (self._gpu.capability if self._gpu else "")
+        return narrow(self.catalog(), model, recalled(model, compute_capability=capability))
 
     def target(self) -> Target:
         """GPU, versions and settings; see `base.Backend`."""
@@ -159,8 +196,7 @@ class TensorRtBackend:
         if self._gpu is not None:
             device = self._gpu.name
             versions["cuda driver"] = self._gpu.driver
-        kept = ("channel", "capability", "workspace_mib", "avg_timing", "timing_cache")
-        settings = {k: self._options[k] for k in kept if self._options[k]}
+        settings = self.options.measuring()
         return Target(self.name, device, versions, self.catalog().key, settings)
 
     def build(self, model: Model, route: Route, workdir: Path) -> Engine | BuildFailure:
@@ -179,8 +215,10 @@ class TensorRtBackend:
         except ModelError as error:
             return BuildFailure(Status.BUILD_FAILED, one_line(str(error)))
         flags = " ".join(f"{n}={v}" for n, v in route.settings if is_build_route_knob(n))
-        channel = "flags" if self._options["channel"] == "lunowud" else "build_route"
+        channel = "flags" if self.options.channel is Channel.LUNOWUD else "build_route"
         levers = {n: v for n, v in route.settings if n in LEVERS}
+        if self.options.optimization_level >= 0:
+            levers[LEVEL] = str(self.options.optimization_level)
         if self._gpu is None:
             plan = compiler.compile(network, levers=levers, **{channel: flags})
         else:
@@ -189,7 +227,7 @@ class TensorRtBackend:
         if isinstance(plan, BuildFailure):
             return BuildFailure(plan.status, one_line(plan.reason))
         seconds = source.seconds + time.perf_counter() - start
-        return TensorRtEngine(self._trt, plan, model, self._gpu, seconds)
+        return TensorRtEngine(self._trt, plan, model, self._gpu, seconds, source.path)
 
     def _source(self, model: Model, precision: str, workdir: Path) -> Transformed | BuildFailure:
         scratch = workdir / ".precision"
@@ -212,42 +250,8 @@ class TensorRtBackend:
 
     def _cache_file(self, workdir: Path) -> Path | None:
         """TensorRT-RTX ignores timing caches: it times nothing at build."""
-        if self.name == "tensorrt_rtx" or self._options["timing_cache"] == "fresh":
+        kind = self.options.timing_cache
+        fresh = kind is TimingCache.FRESH or (kind is TimingCache.SHARED and self._confirming)
+        if self.name == "tensorrt_rtx" or fresh:
             return None
-        return workdir / CACHE_NAME
-
-
-def check_options(name: str, options: Mapping[str, str]) -> dict[str, str]:
-    """Every option of a backend with its value.
-
-    Raises:
-        InputError: An option that does not exist or cannot be used.
-    """
-    channel = "build_route" if name == "tensorrt" else "lunowud"
-    full = {key: (words[0] if words else "") for key, words in OPTIONS.items()}
-    full |= {"channel": channel, "device": "0"}
-    for key, value in options.items():
-        if key not in OPTIONS:
-            raise InputError(
-                f"backend option {key!r} does not exist; {name} takes: {', '.join(OPTIONS)}"
-            )
-        words = OPTIONS[key]
-        if words and value not in words:
-            raise InputError(
-                f"backend option {key}={value!r} is not allowed; allowed: {', '.join(words)}"
-            )
-        if not words and key != "capability" and not _is_number(value):
-            raise InputError(f"backend option {key}={value!r} is not allowed; give a number")
-        full[key] = value
-    if name == "tensorrt_rtx" and full["channel"] != "lunowud":
-        raise InputError(
-            "TensorRT-RTX has no build_route; its routes go through channel=lunowud, which is"
-            " what it takes when the option is left out"
-        )
-    if name == "tensorrt" and full["capability"]:
-        raise InputError("TensorRT builds for the GPU at hand; leave the option capability out")
-    return full
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit()
+        return Path(self.options.cache_file) if self.options.cache_file else workdir / CACHE_NAME

@@ -55,11 +55,14 @@ class Plan:
         data: Serialized engine.
         hash: SHA-256 of `data`.
         warnings: What the user should hear, e.g. that no line says that the route is in use.
+        timing_cache: The timings behind it, with which a build can be replayed; empty where the
+            compiler has none.
     """
 
     data: bytes
     hash: str
     warnings: tuple[str, ...] = ()
+    timing_cache: bytes = b""
 
 
 def find_module(backend: str) -> ModuleType:
@@ -280,17 +283,18 @@ class Compiler:
             return BuildFailure(Status.REFUSED, reason)
         if serialized is None:
             return self._failure(printed, monitor)
-        self._save_timing_cache(config)
+        timings = self._save_timing_cache(config)
         data = bytes(serialized)
         said = any(ROUTE_IN_USE in text for _, text in self._ear.lines)
         silent = bool(build_route) and not said
         warnings = ("no log line says that the build route is in use",) if silent else ()
-        return Plan(data, hashlib.sha256(data).hexdigest(), warnings)
+        return Plan(data, hashlib.sha256(data).hexdigest(), warnings, timings)
 
-    def read_back(self, route: str) -> str:
-        """What `build_route` reads after a route was set on a fresh configuration."""
+    def read_back(self, *routes: str) -> str:
+        """What `build_route` reads after routes were set, in turn, on a fresh configuration."""
         config = self._builder.create_builder_config()
-        config.build_route = route
+        for route in routes:
+            config.build_route = route
         return str(config.build_route)
 
     def _set_build_route(self, config: Any, route: str) -> str:
@@ -327,12 +331,12 @@ class Compiler:
 
     def _load_timing_cache(self, config: Any) -> None:
         path = self.settings.timing_cache
-        if path is None:
+        if not self._keeps_timings:
             return
         config.set_flag(self.trt.BuilderFlag.EDITABLE_TIMING_CACHE)
         if self.settings.require_cache:
             config.set_flag(self.trt.BuilderFlag.ERROR_ON_TIMING_CACHE_MISS)
-        data = path.read_bytes() if path.is_file() else b""
+        data = path.read_bytes() if path is not None and path.is_file() else b""
         cache = config.create_timing_cache(data)
         if cache is None or not config.set_timing_cache(cache, False):
             raise InputError(
@@ -340,14 +344,23 @@ class Compiler:
                 " delete it or name another one"
             )
 
-    def _save_timing_cache(self, config: Any) -> None:
+    def _save_timing_cache(self, config: Any) -> bytes:
+        """Keep the timings for the builds that share them; returns them."""
         path = self.settings.timing_cache
-        cache = config.get_timing_cache() if path is not None else None
-        if path is None or cache is None or self.settings.require_cache:
-            return
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_bytes(bytes(cache.serialize()))
-        os.replace(draft, path)
+        cache = config.get_timing_cache() if self._keeps_timings else None
+        if cache is None:
+            return b""
+        data = bytes(cache.serialize())
+        if path is not None and not self.settings.require_cache:
+            draft = path.with_name(f".{path.name}.{os.getpid()}")
+            draft.write_bytes(data)
+            os.replace(draft, path)
+        return data
+
+    @property
+    def _keeps_timings(self) -> bool:
+        """TensorRT-RTX times nothing at build."""
+        return str(self.trt.__name__) == "tensorrt"
 
     def _failure(self, printed: list[str], monitor: Any) -> BuildFailure:
         if monitor is not None and monitor.cancelled:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,15 +174,23 @@ class TensorRtEngine:
         model: The model it was made of; lends an input set to `save`.
         gpu: The device; None where there is none.
         build_seconds: Seconds of the build, transforms included.
+        source: ONNX file that was built.
 
     Attributes:
         notes: What the reader of its figures should know.
     """
 
     def __init__(
-        self, trt: Any, plan: Plan, model: Model, gpu: Gpu | None, build_seconds: float
+        self,
+        trt: Any,
+        plan: Plan,
+        model: Model,
+        gpu: Gpu | None,
+        build_seconds: float,
+        source: Path,
     ) -> None:
         self._trt, self._plan, self._model, self._gpu = trt, plan, model, gpu
+        self._source = source
         self.hash, self.build_seconds = plan.hash, build_seconds
         self.notes = list(plan.warnings)
         self._execution: Execution | None = None
@@ -214,20 +223,47 @@ class TensorRtEngine:
         """Nothing to do: an idle engine leaves the GPU alone."""
 
     def save(self, folder: Path) -> list[str]:
-        """Write the plan, an input set and a script that runs them; remember the plan as ours."""
+        """Write the plan, what it was built from, an input set and a script that runs them.
+
+        The plan is remembered as ours. With `model.onnx` and `timing.cache` it can be built again,
+        by trtexec too.
+        """
         backend = "tensorrt" if self._trt.__name__ == "tensorrt" else "tensorrt_rtx"
         (folder / "engine.plan").write_bytes(self._plan.data)
         np.savez(folder / "inputs.npz", **dict(self._model.selection()[0]))  # type: ignore[arg-type]
         text = _LOAD.format(backend=backend, digest=self.hash)
         (folder / "load.py").write_text(text, encoding="utf-8")
         remember_plan(self.hash)
-        return ["engine.plan", "inputs.npz", "load.py"]
+        written = ["engine.plan", "inputs.npz", "load.py", *copy_onnx(self._source, folder)]
+        if self._plan.timing_cache:
+            (folder / "timing.cache").write_bytes(self._plan.timing_cache)
+            written.append("timing.cache")
+        return written
 
     def close(self) -> None:
         """Free everything; idempotent."""
         if self._execution is not None:
             self._execution.close()
             self._execution = None
+
+
+def copy_onnx(source: Path, folder: Path) -> list[str]:
+    """Put an ONNX file, with its external weights, into a folder as `model.onnx`.
+
+    Returns:
+        Names of the files written.
+    """
+    import onnx
+    from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+
+    proto = onnx.load(str(source), load_external_data=False)
+    tensors = [t for t in proto.graph.initializer if uses_external_data(t)]
+    names = {"model.onnx": source}
+    names |= {n: source.parent / n for n in {ExternalDataInfo(t).location for t in tensors}}
+    for name, file in names.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, folder / name)
+    return sorted(names)
 
 
 def _plans_folder() -> Path:

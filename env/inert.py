@@ -1,0 +1,109 @@
+"""What cannot matter to a model, taken out of a catalog before anything is built.
+
+Owns the masks that liveness gives. A knob goes when the model's operators rule it out, whatever
+else a route says. A value is masked where the user's own compiler gave the default engine for it,
+byte by byte, or no engine at all; that was seen on the model as it is, so it holds only while a
+route leaves the precision alone. Knows no agent and compiles nothing. What a run itself proves by
+equal engines is left out by its agent (`agents/base.py`), in the order told, so that a run that is
+resumed asks what it asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from routepilot.env.backends.tensorrt_catalog import PRECISION_KNOB, is_build_route_knob
+from routepilot.env.liveness import Liveness, operator_types, ruled_out
+from routepilot.env.routes import Catalog, Requirement
+
+if TYPE_CHECKING:
+    from routepilot.env.models import Model
+
+#: Operators that a precision variant can add to a model.
+VARIANT_OPERATORS = frozenset({"Cast", "DequantizeLinear", "QuantizeLinear"})
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """A catalog without what cannot matter.
+
+    Attributes:
+        catalog: What is left; its routes are routes of the full catalog.
+        dropped: Knob -> why it went.
+        masked: Change (`-name=value`) -> why it is masked while the precision is the model's.
+        live: Knobs of which a sweep found a value live, by this compiler or a sibling: a hint where
+            to begin, and no proof.
+    """
+
+    catalog: Catalog
+    dropped: Mapping[str, str]
+    masked: Mapping[str, str]
+    live: frozenset[str] = frozenset()
+
+
+def narrow(
+    catalog: Catalog, model: Model, liveness: Liveness | None, hint: Liveness | None = None
+) -> Narrowed:
+    """Leave out what is proved not to matter.
+
+    Args:
+        catalog: Full catalog of TensorRT or TensorRT-RTX.
+        model: The model.
+        liveness: Sweep by this very compiler; None where there is none.
+        hint: Sweep by a sibling of it.
+    """
+    names = [k.name for k in catalog.knobs if is_build_route_knob(k.name)]
+    dropped = ruled_out(operator_types(model.path) | VARIANT_OPERATORS, names)
+    kept = _without(catalog, dropped)
+    proved = _proved_by_sweep(liveness, exact=len(model.outputs) == 1)
+    masked = {c: why for c, why in proved.items() if c.partition("=")[0] in kept}
+    if PRECISION_KNOB.name in kept:
+        kept = replace(kept, requirements=(*kept.requirements, *_masks(kept, masked)))
+    told = liveness or hint
+    live = {change.partition("=")[0] for change in (told.live if told else ())}
+    return Narrowed(kept, dropped, masked, frozenset(name for name in live if name in kept))
+
+
+def _proved_by_sweep(liveness: Liveness | None, *, exact: bool) -> dict[str, str]:
+    """Changes that a sweep settled; unless `exact`, equal engines were not equal byte by byte."""
+    if liveness is None:
+        return {}
+    same = f"it leaves the engine byte-identical in {liveness.compiler}"
+    return {
+        **dict.fromkeys(liveness.identical if exact else (), same),
+        **{change: f"it does not compile: {why}" for change, why in liveness.failed.items()},
+    }
+
+
+def _masks(catalog: Catalog, masked: Mapping[str, str]) -> Iterable[Requirement]:
+    precision = PRECISION_KNOB
+    for change, why in masked.items():
+        name, _, value = change.partition("=")
+        if catalog[name].allows(value):
+            yield Requirement(name, value, precision.name, precision.alternatives, why)
+
+
+def _without(catalog: Catalog, dropped: Iterable[str]) -> Catalog:
+    """The catalog without some knobs, which stay at their defaults."""
+    gone = {name for name in dropped if name in catalog}
+    while True:
+        # What needs another value than the default of a knob that is gone goes too.
+        more = {
+            rule.knob
+            for rule in catalog.requirements
+            if rule.parent in gone
+            and rule.knob not in gone
+            and catalog[rule.parent].default not in rule.parent_values
+        }
+        if not more:
+            break
+        gone |= more
+    return replace(
+        catalog,
+        knobs=tuple(k for k in catalog.knobs if k.name not in gone),
+        requirements=tuple(
+            r for r in catalog.requirements if r.knob not in gone and r.parent not in gone
+        ),
+    )

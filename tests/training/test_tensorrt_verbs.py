@@ -1,0 +1,223 @@
+"""The command line over TensorRT: on a fake of it, on TensorRT-RTX without a GPU, and its refusals.
+
+Verbs on the fake run in processes of their own, so that no other test finds it installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import fake_tensorrt
+import pytest
+
+from routepilot.env.backends import load_backend
+from routepilot.env.backends.base import BuildFailure
+from routepilot.env.errors import MissingExtraError
+from routepilot.env.liveness import live
+from routepilot.env.models import Model
+from routepilot.training import cli
+from routepilot.training.inputs import prepare_model
+
+needs_rtx = pytest.mark.skipif(
+    find_spec("tensorrt_rtx_bindings") is None, reason="the extra rtx is not installed"
+)
+no_gpu = pytest.mark.skipif(find_spec("cuda") is not None, reason="may have a GPU")
+
+FAKE = ("--backend", "fake_tensorrt:make")
+
+
+def routepilot(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    tests = str(Path(fake_tensorrt.__file__).parent)
+    return subprocess.run(
+        [sys.executable, "-m", "routepilot", *arguments],
+        env={**os.environ, "PYTHONPATH": tests, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def one_line(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    assert done.returncode == code, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("routepilot: ")]
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in lines[0], done.stderr
+
+
+def tuned(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert isinstance(result, dict)
+    return result
+
+
+def test_tune_on_the_fake_wins_and_says_how_trtexec_builds_it(
+    tiny_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    arguments = ("tune", str(tiny_file), *FAKE, "-o", str(out), "--max-builds", "3", "--json")
+    expression = "-conv_lowering=[on|off] -kgen:tiling=[0|1|2]"
+    stray = {"__LUNOWUD": "-stray=1"}
+    result = tuned(routepilot(*arguments, "--expression", expression, "--agent", "fast", **stray))
+    # The order of the published example, the default aside.
+    routes = [trial["route"] for trial in result["trials"]]
+    assert routes == ["-kgen:tiling=0", "-kgen:tiling=1", "-conv_lowering=off"]
+    assert result["route"] == "-kgen:tiling=0"
+    assert result["speedup"] > 1.3
+    assert result["manifest"]["stray_flags"] == "-stray=1"
+    assert "a fake timer" in result["trials"][0]["reason"]  # an engine's notes are kept
+    assert result["trtexec"] == (
+        "trtexec --onnx=deploy/model.onnx --timingCacheFile=deploy/timing.cache --avgTiming=1"
+        " --setBuildRoute=-kgen:tiling=0 --saveEngine=rebuilt.plan"
+    )
+    page = (out / "report.html").read_text()
+    assert "--setBuildRoute=-kgen:tiling=0" in page
+    assert "a fake timer" in page
+    written = {item.name for item in (out / "deploy").iterdir()}
+    assert {"engine.plan", "inputs.npz", "load.py", "model.onnx", "timing.cache"} <= written
+    assert (out / "work" / "timing.cache").is_file()  # shared by the trials
+    # A stranger's engine is not loaded; this one, in another home, is a stranger's.
+    plan = str(out / "deploy" / "engine.plan")
+    one_line(routepilot("engine", plan, XDG_DATA_HOME=str(tmp_path)), 2, "--trust")
+
+
+def test_coordinate_descent_skips_what_a_run_proved_inert(tiny_file: Path, tmp_path: Path) -> None:
+    done = routepilot(
+        *("tune", str(tiny_file), *FAKE, "-o", str(tmp_path / "out"), "--max-builds", "9"),
+        *("--json", "--agent", "recentred", "-O", "optimization_level=2"),
+    )
+    result = tuned(done)
+    assert "--builderOptimizationLevel=2" in result["trtexec"]
+    routes = [trial["route"] for trial in result["trials"]]
+    assert routes[0] == "-cask:fp16_acc=off"  # knobs right to left, as trtexec walks
+    assert "-cask_fusion:num_tactics=5" in routes
+    assert not any(
+        "-cask_fusion:num_tactics=5" in route and route != "-cask_fusion:num_tactics=5"
+        for route in routes
+    )
+    assert not any("-builder_optimization_level" in route for route in routes)
+
+
+def test_replay_of_timings_that_are_not_there_is_refused(tiny_file: Path, tmp_path: Path) -> None:
+    arguments = ("tune", str(tiny_file), *FAKE, "-o", str(tmp_path / "out"))
+    nowhere = f"cache_file={tmp_path / 'no.cache'}"
+    one_line(
+        routepilot(*arguments, "-O", "timing_cache=replay", "-O", nowhere), 2, "does not exist"
+    )
+    stranger = tmp_path / "stranger.cache"
+    stranger.write_bytes(b"of another GPU")
+    done = routepilot(*arguments, "-O", f"cache_file={stranger}")
+    one_line(done, 2, "does not fit this device")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("-O", "colour=red"), ("'colour' does not exist", "workspace_mib")),
+        (("-O", "workspace_mib"), ("name=value",)),
+        (("-O", "workspace_mib=big"), ("give a number",)),
+        (("-O", "channel=lunowud", "-O", "channel=build_route"), ("a second time",)),
+        (("--expression", "-no_such_knob=[a|b]"), ("-no_such_knob", "not in the")),
+        (("--expression", "-cask_fusion:num_tactics=[a]"), ("not allowed",)),
+        (("--expression", "-kgen:tiling=[0|1"), ("no ']'",)),
+        (("--expression", "-a=b", "--expression-file", "f"), ("exclude each other",)),
+        (("--expression-file", "nowhere.txt"), ("nowhere.txt",)),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(
+    options: tuple[str, ...], words: tuple[str, ...], tiny_file: Path, tmp_path: Path
+) -> None:
+    out = str(tmp_path / "out")
+    one_line(routepilot("tune", str(tiny_file), *FAKE, "-o", out, *options), 2, *words)
+
+
+def test_a_model_that_the_parser_refuses_is_told_by_node(tmp_path: Path) -> None:
+    model = fake_tensorrt.if_model(tmp_path / "if.onnx")
+    done = routepilot("tune", str(model), *FAKE, "-o", str(tmp_path / "out"))
+    one_line(done, 2, "default route", "node 'fork' (If)", "not supported")
+
+
+@needs_rtx
+@no_gpu
+@pytest.mark.parametrize("verb", [("tune",), ("compare", "--agents", "fast")])
+def test_without_a_gpu_nothing_is_timed_and_the_way_on_is_named(
+    verb: tuple[str, ...], tiny_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    done = routepilot(*verb, str(tiny_file), "--backend", "tensorrt_rtx", "-o", str(out))
+    one_line(done, 2, "cannot time without an NVIDIA GPU", "routepilot live", "routepilot doctor")
+    assert not (out / "result.json").exists()
+
+
+@pytest.mark.skipif(find_spec("tensorrt") is not None, reason="TensorRT is installed")
+def test_without_tensorrt_the_extra_is_named(tiny_file: Path, tmp_path: Path) -> None:
+    done = routepilot("tune", str(tiny_file), "--backend", "tensorrt", "-o", str(tmp_path / "o"))
+    one_line(done, 2, "routepilot[tensorrt]")
+    done = routepilot("doctor", "--backend", "tensorrt", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)[-1]["check"] == "import"
+
+
+@needs_rtx
+@no_gpu
+def test_doctor_without_a_gpu(tmp_path: Path) -> None:
+    done = routepilot("doctor", "--backend", "tensorrt_rtx", "--json")
+    assert done.returncode == 0, done.stdout
+    found = {check["check"]: check for check in json.loads(done.stdout)}
+    assert found["kill and resume a compile"]["status"] == "pass"
+    assert found["timing A/A"]["status"] == "unavailable"
+    assert found["timing A/A"]["hint"]
+
+
+def test_an_own_engine_is_run_and_timed(
+    tiny: Model,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_tensorrt.install(monkeypatch)
+    backend = load_backend("tensorrt")
+    built = backend.build(tiny, backend.catalog().parse(""), tmp_path)
+    assert not isinstance(built, BuildFailure)
+    built.save(tmp_path)
+    plan = str(tmp_path / "engine.plan")
+    monkeypatch.setattr(sys, "argv", ["routepilot", "engine", plan, "--json", "--seconds", "0.05"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert not stop.value.code
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["outputs"] == {"y": [1, 10]}
+    assert shown["latency_ms"] > 0
+    assert shown["notes"] == ["a fake timer"]
+
+
+def test_live_knobs_come_first_in_coordinate_descent(tiny_file: Path, tmp_path: Path) -> None:
+    """A sweep by TensorRT-RTX of the same model orders the walk of TensorRT's knobs."""
+    cache = tmp_path / "cache"
+    model = prepare_model(str(tiny_file), None, None, 0).model
+    try:
+        live(model, knobs=["-kgen:tiling"], jobs=1, cache=cache / "routepilot" / "liveness")
+    except MissingExtraError:
+        pytest.skip("the extra rtx is not installed")
+    done = routepilot(
+        *("tune", str(tiny_file), *FAKE, "-o", str(tmp_path / "out"), "--max-builds", "2"),
+        *("--json", "--agent", "recentred"),
+        XDG_CACHE_HOME=str(cache),
+    )
+    assert [t["route"] for t in tuned(done)["trials"]][0] == "-kgen:tiling=0"
+
+
+def test_a_strangers_engine_is_refused(tmp_path: Path) -> None:
+    plan = tmp_path / "engine.plan"
+    plan.write_bytes(b"code of nobody knows whom")
+    one_line(routepilot("engine", str(plan)), 2, "--trust")
+    one_line(routepilot("engine", str(tmp_path / "none.plan")), 2, "cannot be read")
+    one_line(routepilot("engine", str(plan), "--backend", "cpu"), 2, "has no plan files")

@@ -1,0 +1,140 @@
+"""The verb `records`: tables, record stores and tuning caches of trtexec, into each other.
+
+Imported by `cli.main`, which owns the application object.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from routepilot.env.errors import InputError
+from routepilot.training.cli import JsonOpt, ShapeOpt, app
+from routepilot.training.files import Format
+
+records_app = typer.Typer(
+    help="Route tables and trtexec's caches: describe, export, import.", no_args_is_help=True
+)
+app.add_typer(records_app, name="records")
+
+FormatOpt = Annotated[
+    Format, typer.Option("--format", help="table (Parquet) or trtexec (tuning cache).")
+]
+
+
+@records_app.command("describe")
+def records_describe(
+    table: Annotated[str, typer.Argument(help="Table file, or the name of a released table.")],
+    tolerance: Annotated[float, typer.Option(help="Limit on the relative L2 error.")] = 1e-2,
+    json: JsonOpt = False,
+) -> None:
+    """Say what a table holds: coverage, best gain by model, failures, controls.
+
+    Example: routepilot records describe cpu --tolerance 0.03
+    """
+    from routepilot.env.accuracy import Gate
+    from routepilot.env.tables import describe_table, load_table
+    from routepilot.training import console
+    from routepilot.training.defaults import find_table
+
+    facts = describe_table(load_table(find_table(table)), Gate(limit=tolerance))
+    if json:
+        console.print_json(facts)
+        return
+    console.print_description(facts)
+
+
+@records_app.command("export")
+def records_export(
+    store: Annotated[Path, typer.Argument(help="Record store (.sqlite).")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")],
+    form: FormatOpt = Format.AUTO,
+    target: Annotated[
+        str | None, typer.Option(help="Target key, where the store holds several.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model of a tuning cache, by name or fingerprint.")
+    ] = None,
+    onnx: Annotated[str, typer.Option(help="Model file for a tuning cache's header.")] = "",
+    algorithm: Annotated[
+        str, typer.Option(help="Accuracy algorithm of a tuning cache: l0 l1 l2 lInf cos.")
+    ] = "l0",
+    threshold: Annotated[float, typer.Option(help="Accuracy threshold for its header.")] = 0.0,
+) -> None:
+    """Write a record store as a portable table, or as a tuning cache of trtexec.
+
+    A name ending in .json or .jsonl means a tuning cache.
+
+    Example: routepilot records export tuned/records.sqlite -o best_config.json --onnx model.onnx
+    """
+    from routepilot.env.store import RecordStore
+    from routepilot.env.tables import save_table
+    from routepilot.training import console, tuning_caches
+    from routepilot.training.manifest import manifest
+
+    if not store.is_file():
+        raise InputError(f"record store {str(store)!r} does not exist; give a .sqlite file")
+    with RecordStore(store) as source:
+        table = source.table(target, manifest=manifest())
+    if tuning_caches.format_of_name(out, form) is Format.TABLE:
+        save_table(table, out)
+        console.out.print(f"written: {out}", markup=False)
+        return
+    rows, left_out = tuning_caches.export_cache(
+        table, out, model=model, onnx=onnx, algorithm=algorithm, threshold=threshold
+    )
+    rest = f"; {left_out} left out, since a build route cannot say them" if left_out else ""
+    console.out.print(f"written: {out} ({rows} rows{rest})", markup=False)
+
+
+@records_app.command("import")
+def records_import(
+    source: Annotated[
+        str, typer.Argument(help="Table file, name of a released table, or tuning cache.")
+    ],
+    store: Annotated[Path, typer.Option("--store", help="Record store to add to.")],
+    form: FormatOpt = Format.AUTO,
+    model: Annotated[
+        str | None, typer.Option(help="Model of a tuning cache; the one it names when absent.")
+    ] = None,
+    shape: ShapeOpt = None,
+    device: Annotated[
+        str, typer.Option(help="GPU of a tuning cache, which does not say it.")
+    ] = "unknown GPU",
+    json: JsonOpt = False,
+) -> None:
+    """Put a table's records, or a tuning cache of trtexec, into a record store.
+
+    What is there stays. trtexec's times are means over one engine with warm-up, so they make a
+    target of their own.
+
+    Example: routepilot records import best_config.json --store mine.sqlite --device "H100 PCIe"
+    """
+    from routepilot.env.store import RecordStore
+    from routepilot.env.tables import load_table
+    from routepilot.training import console, tuning_caches
+    from routepilot.training.defaults import find_table
+    from routepilot.training.inputs import prepare_model
+
+    if tuning_caches.format_of_file(Path(source), form) is Format.TRTEXEC:
+        text = model or tuning_caches.onnx_of_cache(Path(source))
+        prepared = prepare_model(text, shape, None, 0).model
+        with RecordStore(store) as target:
+            found = tuning_caches.import_cache(Path(source), target, prepared, device)
+        for note in found.notes:
+            console.say(note)
+        if json:
+            console.print_json({"rows": found.rows, "feasible": found.feasible})
+            return
+        told = f"{found.rows} rows of {prepared.name}, {found.feasible} of them good"
+        console.out.print(f"{told}, imported into {store}", markup=False)
+        return
+    table = load_table(find_table(source))
+    with RecordStore(store) as target:
+        target.put_table(table)
+    if json:
+        console.print_json({"models": len(table.models)})
+        return
+    console.out.print(f"{len(table.models)} models imported into {store}", markup=False)
