@@ -28,11 +28,13 @@ def write_report(run: Path) -> Path:
     Raises:
         InputError: The folder holds no readable `result.json`, or one of another version.
     """
+    from jinja2 import TemplateError
+
     result = read_result(run)
     page = run / "report.html"
     try:
         text = render(result, _optional(run / "comparison.json"), _optional(run / EXPLANATION))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (TemplateError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise _unreadable(run, error) from None
     write_text(page, text)
     return page
