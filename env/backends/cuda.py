@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,8 @@ class CudaBackend:
                 " then pip install --force-reinstall --no-deps onnxruntime-gpu"
             )
         if hasattr(onnxruntime, "preload_dlls") and self._device is CUDA:
-            onnxruntime.preload_dlls()
+            with redirect_stdout(sys.stderr):  # it prints what it cannot load
+                onnxruntime.preload_dlls()
         return self._device.make_gpu(int(self._options["device"]))
 
     @cached_property

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from routepilot.env.backends.base import Tensors
 from routepilot.env.backends.cuda_catalog import CudaSettings
 from routepilot.env.backends.onnxruntime import save_engine
 from routepilot.env.backends.recipes import Transformed, is_split
+from routepilot.env.child import one_line
 from routepilot.env.errors import MachineError
 from routepilot.env.gpu_timing import CudaFault, Gpu, GpuTimer, Launch
 from routepilot.env.models import fingerprint_of
@@ -46,9 +46,6 @@ MOST_BUFFERS = 8
 #: Relative L2 distance up to which a graph computes what plain launches do: kernels that add in no
 #: fixed order differ by rounding.
 SAME_OUTPUT = 1e-2
-
-#: The library's words for a model that no graph can be captured of.
-_NO_CAPTURE = re.compile(r"graph capture|cuda graph", re.I)
 
 #: Caveat of an engine timed by plain launches.
 NO_GRAPH = "timed without a CUDA graph"
@@ -126,23 +123,39 @@ class CudaEngine:
         self._bindings: dict[int, Any] = {}
         self._results: dict[str, NDArray[np.generic]] = {}
         self._timer: Any = None
+        self._session: onnxruntime.InferenceSession | None = None
         optimized = scratch / "optimized.onnx"
-        start = time.perf_counter()
         with place.gpu.lock():
-            self._session: onnxruntime.InferenceSession | None = self._make(optimized)
+            start = time.perf_counter()
+            try:
+                self._make(optimized)
+            except BaseException:
+                self.close()
+                raise
             self.build_seconds = source.seconds + time.perf_counter() - start
         self.hash = self._effect(optimized)
 
-    def _make(self, optimized: Path) -> onnxruntime.InferenceSession:
-        """A session fit for capture, else one that is not; either with its graph written out."""
+    def _make(self, optimized: Path) -> None:
+        """Open a session fit for capture and run it once, else one that is not.
+
+        The first run belongs to the build: convolutions choose their algorithms in it.
+        """
         graphed = self._place.graphs != "off"
         try:
-            return self._open(optimized, graphed)
-        except Exception as error:
-            if graphed and _NO_CAPTURE.search(str(error)):
-                self._note(NO_GRAPH)
-                return self._open(optimized, graphed=False)
+            self._session = self._open(optimized, graphed)
+            self.run(self._model.selection()[0])
+            return
+        except MachineError:
             raise
+        except Exception as error:
+            if not graphed:
+                raise
+            words = one_line(str(error))
+        self.close()
+        # What had nothing to do with the graph is raised here.
+        self._session = self._open(optimized, graphed=False)
+        self.run(self._model.selection()[0])
+        self._note(f"{NO_GRAPH}: {words}")
 
     def _open(self, optimized: Path, graphed: bool) -> onnxruntime.InferenceSession:
         import onnxruntime
@@ -231,6 +244,8 @@ class CudaEngine:
             self._launch(index, skip=True)  # the first launch chooses algorithms and allocates
         wanted = self._download()
         if self._graphed and place.graphs == "session":
+            for index in sets:
+                self._launch(index, skip=False)  # captures
             own = [self._launcher(index, skip=False) for index in sets]
             return place.device.make_timer(place.gpu, own, place.stream, graphs=False)
         plain = [self._launcher(index, skip=True) for index in sets]

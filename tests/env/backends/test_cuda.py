@@ -192,7 +192,8 @@ def test_a_model_that_cannot_be_captured_is_timed_and_marked(
 
     monkeypatch.setattr(CudaEngine, "_open", refusing)
     engine = build(convolutions, "", tmp_path)
-    assert engine.caveats == [cuda_engine.NO_GRAPH]
+    assert len(engine.caveats) == 1
+    assert engine.caveats[0].startswith(cuda_engine.NO_GRAPH)
     assert engine.hash != plain.hash  # it runs in another way
     inputs = convolutions.selection()[0]
     assert engine.time(inputs, 0.0)
