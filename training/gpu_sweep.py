@@ -148,6 +148,11 @@ class Work:
     session: Session | None = None
     error: str = ""
 
+    @property
+    def is_open(self) -> bool:
+        """True while there is something left to do."""
+        return bool(self.steps) and self.failures < PATIENCE
+
 
 class Sweep:
     """The lanes and what they share.
@@ -192,7 +197,7 @@ class Sweep:
         return self._end - time.monotonic()
 
     def look_for_models(self) -> None:
-        """Take in models that are new in the folder, the small ones first, evenly over lanes."""
+        """Take in models that are new in the folder, small ones first, evenly over the lanes."""
         known = {work.model.folder for work in self.works}
         found = [f for f in self.options.models.iterdir() if f not in known and is_bundle(f)]
         for folder in sorted(found, key=_size):
@@ -203,9 +208,7 @@ class Sweep:
             work = Work(model, family, trained, list(self.steps))
             with self._lock:
                 self.works.append(work)
-                min(self._lanes, key=lambda lane: sum(_size(w.model.folder) for w in lane)).append(
-                    work
-                )
+                min(self._lanes, key=len).append(work)
 
     def run(self) -> dict[str, Any]:
         """Sweep until the time is up or nothing is left; returns the summary."""
@@ -229,13 +232,14 @@ class Sweep:
         with ExitStack() as opened, RecordStore(self.store_path) as store:
             while self.seconds_left > 0:
                 with self._lock:
-                    waiting = [w for w in lane if w.steps and w.failures < PATIENCE]
-                if not waiting:
+                    waiting = [work for work in lane if work.is_open]
+                    ended = not any(work.is_open for work in self.works)
+                if waiting:  # who has most left, so that late comers catch up
+                    self._turn(max(waiting, key=lambda work: len(work.steps)), store, opened)
+                elif ended:
                     return
-                for work in waiting:
-                    if self.seconds_left <= 0:
-                        return
-                    self._turn(work, store, opened)
+                else:  # other lanes work on, and a new model may come
+                    time.sleep(0.25)
 
     def _turn(self, work: Work, store: RecordStore, opened: ExitStack) -> None:
         try:
