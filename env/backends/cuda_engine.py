@@ -201,7 +201,7 @@ class CudaEngine:
                 " their folders on LD_LIBRARY_PATH"
             )
         for name, value in given.items():
-            if taken.get(name, value) != value:
+            if _plain(taken.get(name, value)) != _plain(value):
                 raise RuntimeError(f"option {name}={value} was taken as {taken[name]}")
 
     def _effect(self, optimized: Path) -> str:
@@ -349,6 +349,15 @@ class CudaEngine:
         for address in (*self._inputs.values(), *self._outputs.values()):
             self._place.gpu.free(address)
         self._inputs, self._outputs = {}, {}
+
+
+def _plain(text: str) -> str:
+    """An option's value in one spelling: the library may write true for 1 and an address in hex."""
+    text = {"true": "1", "false": "0"}.get(text.lower(), text)
+    try:
+        return str(int(text, 0))
+    except ValueError:
+        return text
 
 
 def _close(found: NDArray[np.generic], wanted: NDArray[np.generic]) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 import fake_cuda
 import hostile_backend
 import pytest
+from typer.testing import CliRunner
 
 from routepilot.env.errors import InputError
 from routepilot.env.measure import TimingPlan
@@ -18,6 +19,7 @@ from routepilot.env.models import Model, prepare
 from routepilot.env.outcomes import Status
 from routepilot.env.routes import DEFAULT_ROUTE
 from routepilot.env.tables import load_table, merge_tables
+from routepilot.training.cli_corpus import records_app
 from routepilot.training.gpu_sweep import Step, Sweep, SweepOptions, main, parse, plan_steps
 
 QUICK = TimingPlan(warmup_seconds=0.0, block_seconds=0.001, max_rounds=6)
@@ -67,6 +69,11 @@ def test_a_sweep_measures_all_and_a_second_one_nothing(models: Path, tmp_path: P
     assert second.run()["fresh_outcomes"] == 2
     merged = merge_tables([table, load_table(tmp_path / "second" / "table.parquet")])
     assert len(next(iter(merged.outcomes.values()))) == 9
+    out = tmp_path / "merged.parquet"
+    slices = [str(path), str(tmp_path / "second" / "table.parquet")]
+    told = CliRunner().invoke(records_app, ["merge", *slices, "-o", str(out)])
+    assert told.exit_code == 0 and "1 models" in told.output
+    assert load_table(out).outcomes == merged.outcomes
 
 
 def test_a_sweep_ends_with_its_budget(models: Path, tmp_path: Path) -> None:

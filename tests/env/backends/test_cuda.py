@@ -112,7 +112,8 @@ class Opened:
 def test_what_the_provider_took_is_read_back(convolutions: Model, tmp_path: Path) -> None:
     engine = build(convolutions, "", tmp_path)
     given = {"use_tf32": "0"}
-    engine._check_taken(Opened({"CPUExecutionProvider": {"use_tf32": "0"}}), given)
+    for spelling in ("0", "false", "0x0"):
+        engine._check_taken(Opened({"CPUExecutionProvider": {"use_tf32": spelling}}), given)
     with pytest.raises(RuntimeError, match="use_tf32=0 was taken as 1"):
         engine._check_taken(Opened({"CPUExecutionProvider": {"use_tf32": "1"}}), given)
     # The library steps aside when it cannot load the provider; the CPU would be timed instead.
