@@ -67,9 +67,10 @@ class Gpu:
         except ImportError as error:
             raise MissingExtraError(
                 f"timing on a GPU needs the package cuda-bindings ({error}); install it with:"
-                " pip install 'routepilot[tensorrt]'"
+                " pip install cuda-bindings"
             ) from None
         self._rt = runtime
+        self._locked = 0
         code, count = runtime.cudaGetDeviceCount()
         if int(code) or index >= count:
             said = "" if not int(code) else f" ({self._words(code)})"
@@ -136,9 +137,14 @@ class Gpu:
     def lock(self) -> Iterator[None]:
         """Have the device alone among RoutePilot's processes, so that no build disturbs a timing.
 
+        Whoever holds it may ask again: only the outermost lock waits and lets go.
+
         Raises:
             MachineError: The lock file cannot be made.
         """
+        if self._locked:
+            yield
+            return
         path = Path(tempfile.gettempdir()) / f"routepilot-gpu-{self.uuid}.lock"
         try:
             file = path.open("a")
@@ -146,7 +152,11 @@ class Gpu:
             raise MachineError(f"the GPU lock {path} cannot be opened: {error}") from None
         with file:
             fcntl.flock(file, fcntl.LOCK_EX)  # let go when the file is closed, at death too
-            yield
+            self._locked += 1
+            try:
+                yield
+            finally:
+                self._locked -= 1
 
     def condition(self) -> dict[str, Any]:
         """Clock (MHz), throttling and other processes; empty where NVML cannot be asked."""

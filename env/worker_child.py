@@ -14,8 +14,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +129,10 @@ class Bench:
         self._backend = backend
         self._model, self._workdir, self._gate, self._plan = model, workdir, gate, plan
         self._event = event
+        # A backend whose engines share a device keeps other processes off it during a measurement.
+        self._alone: Callable[[], AbstractContextManager[Any]] = getattr(
+            self._backend, "alone", nullcontext
+        )
         self._inputs: list[Tensors] = list(model.selection())
         self._references: list[Tensors] = list(model.selection_reference())
         self._default: Engine | None = None
@@ -152,10 +156,11 @@ class Bench:
             verdict = self._check(engine, self._inputs, self._references)
             if verdict.status is not Status.OK:
                 return verdict, None
-            with _faults_are(Status.CRASHED, "timing"):
-                return verdict, measure.measure_paired(
+            with _faults_are(Status.CRASHED, "timing"), self._alone():
+                measurement = measure.measure_paired(
                     *self._pair(engine, self._inputs), self._plan, incumbent_log_speedup=incumbent
                 )
+            return _with_caveats(verdict, engine), measurement
 
         return {**self._outcome(route, attempt), **answer}
 
@@ -171,8 +176,9 @@ class Bench:
                 measurement = self._same_as_default()[1]
                 verdict = Verdict(verdict.losses, Status.OK, SAME_AS_DEFAULT)
             elif verdict.status is Status.OK:
-                with _faults_are(Status.CRASHED, "timing"):
+                with _faults_are(Status.CRASHED, "timing"), self._alone():
                     measurement = measure.confirm(*self._pair(engine, inputs), self._plan)
+                verdict = _with_caveats(verdict, engine)
             if save_to and measurement and (measurement.low > 0 or route.is_default):
                 _save(engine, save_to)
             return verdict, measurement
@@ -186,10 +192,9 @@ class Bench:
         if isinstance(second, BuildFailure):
             raise MachineError(f"the default route built once but not twice: {second.reason}")
         try:
-            return {
-                "value": measure.noise_floor(*self._pair(second, self._inputs), self._plan),
-                "healthy": True,
-            }
+            with self._alone():
+                value = measure.noise_floor(*self._pair(second, self._inputs), self._plan)
+            return {"value": value, "healthy": True}
         finally:
             second.close()
 
@@ -198,7 +203,7 @@ class Bench:
 
         def attempt(engine: Engine) -> tuple[Verdict, Measurement | None]:
             verdict = self._check(engine, self._inputs, self._references)
-            with _faults_are(Status.CRASHED, "timing"):
+            with _faults_are(Status.CRASHED, "timing"), self._alone():
                 pair = self._pair(engine, self._inputs)
                 return verdict, measure.measure_paired(*pair, self._plan)
 
@@ -243,10 +248,12 @@ class Bench:
         verdict = self._check(engine, self._inputs, self._references)
         if verdict.status is not Status.OK:
             return verdict, None
-        with _faults_are(Status.CRASHED, "timing"):
+        with _faults_are(Status.CRASHED, "timing"), self._alone():
             self._default_digest = _digest(engine.run(self._inputs[0]))
             latency = measure.latency_ms(Bound(engine, self._inputs[0]), self._plan)
-        return verdict, Measurement(0.0, 0.0, 0.0, latency, latency, rounds=0, spread=0.0)
+        return _with_caveats(verdict, engine), Measurement(
+            0.0, 0.0, 0.0, latency, latency, rounds=0, spread=0.0
+        )
 
     def _check(
         self, engine: Engine, inputs: Sequence[Tensors], references: Sequence[Tensors]
@@ -298,6 +305,12 @@ class Bench:
         elif engine is not None:
             healthy = _closes(engine) and healthy
         return {"outcome": pack_outcome(outcome), "healthy": healthy}
+
+
+def _with_caveats(verdict: Verdict, engine: Engine) -> Verdict:
+    """The verdict with what the engine says of its own figures, where it says anything."""
+    caveats = getattr(engine, "caveats", ())
+    return replace(verdict, reason=one_line("; ".join(caveats))) if caveats else verdict
 
 
 def _closes(engine: Engine) -> bool:

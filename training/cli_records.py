@@ -15,7 +15,7 @@ from routepilot.training.cli import JsonOpt, ShapeOpt, app
 from routepilot.training.files import Format
 
 records_app = typer.Typer(
-    help="Route tables and trtexec's caches: describe, export, import.", no_args_is_help=True
+    help="Route tables and trtexec's caches: describe, export, merge, import.", no_args_is_help=True
 )
 app.add_typer(records_app, name="records")
 
@@ -87,6 +87,24 @@ def records_export(
     )
     rest = f"; {left_out} left out, since a build route cannot say them" if left_out else ""
     console.out.print(f"written: {out} ({rows} rows{rest})", markup=False)
+
+
+@records_app.command("merge")
+def records_merge(
+    tables: Annotated[list[str], typer.Argument(help="Tables of one target, in order of age.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Table file to write.")],
+) -> None:
+    """Put the partial tables of one target together; an outcome held twice is kept once.
+
+    Example: routepilot records merge slice1.parquet slice2.parquet -o h200.parquet
+    """
+    from routepilot.env.tables import load_table, merge_tables, save_table
+    from routepilot.training import console
+    from routepilot.training.defaults import find_table
+
+    merged = merge_tables([load_table(find_table(table)) for table in tables])
+    save_table(merged, out)
+    console.out.print(f"written: {out} ({len(merged.models)} models)", markup=False)
 
 
 @records_app.command("import")

@@ -47,6 +47,7 @@ class Check:
 #: Optional packages and the extra that brings each.
 OPTIONAL = {
     "openvino": "openvino",
+    "onnxruntime-gpu": "cuda",
     "torch": "train",
     "stable-baselines3": "train",
     "optuna": "bayes",

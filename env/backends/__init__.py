@@ -16,6 +16,7 @@ BACKENDS = {
     "cpu": "ONNX Runtime and OpenVINO on the CPU, one catalog",
     "onnxruntime": "ONNX Runtime on the CPU alone",
     "openvino": "OpenVINO on the CPU alone",
+    "cuda": "ONNX Runtime's CUDA provider, timed under CUDA graphs; needs an NVIDIA GPU",
     "tensorrt": "TensorRT's build routes, builder levers and precisions; needs an NVIDIA GPU",
     "tensorrt_rtx": "TensorRT-RTX, whose compiler needs no GPU; experimental",
 }
@@ -46,6 +47,10 @@ def load_backend(name: str, options: Mapping[str, str] | None = None) -> Backend
         from routepilot.env.backends.tensorrt import TensorRtBackend
 
         return TensorRtBackend(name, options)
+    if name == "cuda":
+        from routepilot.env.backends.cuda import CudaBackend
+
+        return CudaBackend(options)
     from routepilot.env.backends.cpu import CpuBackend
 
     return CpuBackend(name, options or {})

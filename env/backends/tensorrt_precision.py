@@ -70,7 +70,7 @@ def variant(model: Model, precision: str, workdir: Path, scratch: Path) -> Trans
         # Scales must not land on tensors that a folded normalisation removes.
         start = kept.step("folded", start, start, fold_constants)
         return kept.step("trt-int8", start, start, partial(_quantize, inputs=inputs))
-    half = partial(_halve, inputs=inputs, brain=precision == "bf16")
+    half = partial(halve, inputs=inputs, brain=precision == "bf16")
     return kept.step(f"trt-{precision}", start, start, half)
 
 
@@ -88,7 +88,22 @@ def _quantize(source: Path, out: Path, inputs: Sequence[Tensors]) -> None:
     quantizer.model.save_model_to_file(str(out), is_split(source))
 
 
-def _halve(source: Path, out: Path, inputs: Sequence[Tensors], brain: bool) -> None:
+def halve(
+    source: Path,
+    out: Path,
+    inputs: Sequence[Tensors],
+    brain: bool,
+    kept: Sequence[str] | None = None,
+) -> None:
+    """Write the graph with float32 cast to 16 bits; inputs and outputs stay as they are.
+
+    Args:
+        source: ONNX file.
+        out: File to write.
+        inputs: Input sets that show which nodes would overflow float16.
+        brain: bfloat16 instead of float16.
+        kept: Operators that stay in float32; the tool's own list when None.
+    """
     import onnx
     from onnxruntime.transformers.float16 import convert_float_to_float16
     from onnxruntime.transformers.onnx_model import OnnxModel
@@ -106,6 +121,7 @@ def _halve(source: Path, out: Path, inputs: Sequence[Tensors], brain: bool) -> N
         proto,
         keep_io_types=True,
         node_block_list=wide,
+        op_block_list=None if kept is None else list(kept),
         disable_shape_infer=is_split(source),
     )
     if brain:
