@@ -6,8 +6,6 @@ Owns the file format, field by field, and what a reader refuses. Knows no compil
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +16,7 @@ import numpy as np
 from routepilot.env import forms
 from routepilot.env.accuracy import Gate, regate
 from routepilot.env.backends.recorded import settled
+from routepilot.env.drafts import whole_file
 from routepilot.env.errors import TableError
 from routepilot.env.features import FEATURE_NAMES
 from routepilot.env.outcomes import Outcome, Status
@@ -83,15 +82,8 @@ def save_table(table: RouteTable, path: Path) -> None:
         metadata={METADATA_KEY: json.dumps(description).encode()},
     )
     try:
-        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        try:
+        with whole_file(path) as draft:
             pq.write_table(pa.Table.from_pylist(rows, schema=schema), draft, compression="zstd")
-            os.chmod(draft, 0o644)
-            os.replace(draft, path)
-        except BaseException:
-            Path(draft).unlink(missing_ok=True)
-            raise
     except OSError as error:
         raise TableError(f"route table {str(path)!r} cannot be written: {error}") from None
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from routepilot.env.backends.base import BuildFailure
 from routepilot.env.backends.tensorrt_ear import Ear, captured_output
+from routepilot.env.drafts import whole_file
 from routepilot.env.errors import InputError, MachineError, MissingExtraError, ModelError
 from routepilot.env.outcomes import Status
 
@@ -345,9 +346,8 @@ class Compiler:
         cache = config.get_timing_cache() if path is not None else None
         if path is None or cache is None or self.settings.require_cache:
             return
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_bytes(bytes(cache.serialize()))
-        os.replace(draft, path)
+        with whole_file(path) as draft:
+            draft.write_bytes(bytes(cache.serialize()))
 
     def _failure(self, printed: list[str], monitor: Any) -> BuildFailure:
         if monitor is not None and monitor.cancelled:
