@@ -115,7 +115,8 @@ def test_ten_thousand_hostile_trials(
     NearChild.real = 0
     monkeypatch.setattr("near_child.LETHAL_SECONDS", 2.5)
     counts: Counter[str] = Counter()
-    wins = done = run = 0
+    wins = done = 0
+    first = run = size("seed", 0, 0) * 1000
     tame = [d for d in hostile_backend.DEEDS if d not in LETHAL | {*MACHINE, "work"}]
     wild = sorted(LETHAL - {"fill"})
     whole = hostile_backend.CATALOG
@@ -141,7 +142,7 @@ def test_ten_thousand_hostile_trials(
         done, run = done + builds, run + 1
     assert {*tame} <= {*counts}
     report(
-        "hostile", runs=run, trials=done, in_real_children=NearChild.real, wins=wins, wrong_wins=0,
+        "hostile", runs=run - first, trials=done, in_real_children=NearChild.real, wins=wins, wrong_wins=0,
         deeds=len(counts),
     )  # fmt: skip
     assert NearChild.real >= done // 200
@@ -234,7 +235,8 @@ def test_no_difference_is_called_a_win_in_at_most_five_percent(
     monkeypatch.setattr(worker, "Child", NearChild)
     monkeypatch.setattr(hostile_backend, "CATALOG", hostile_backend.offering([]))
     wins = challenged = 0
-    for run in range(runs):
+    first = size("seed", 0, 0) * 1000
+    for run in range(first, first + runs):
         options = {"flat": "1", "noise": "machine", "seed": str(run)}
         hostile_backend.MACHINE.cache_clear()
         result = tune(
