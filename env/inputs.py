@@ -59,7 +59,11 @@ def read_npz(path: Path) -> InputSet:
         if isinstance(data, np.ndarray):
             raise ValueError("it holds one array without a name")
         with data:
-            return {name: data[name] for name in data.files}
+            arrays = {name: data[name] for name in data.files}
+            strange = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
+            if strange:
+                raise ValueError(f"{strange[0]!r} in it is not an array")
+            return arrays
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         words = " ".join(str(error).split())[:200]
         raise ModelError(

@@ -124,8 +124,10 @@ def load_table(path: Path) -> RouteTable:
             )
         return _table(description, data.to_pylist())
     except (KeyError, TypeError, ValueError) as error:
+        words = " ".join(repr(error).split())
+        words = words if len(words) <= 200 else f"{words[:100]} ... {words[-97:]}"
         raise TableError(
-            f"route table {str(path)!r} lacks something ({error!r}); fetch it again"
+            f"route table {str(path)!r} lacks something ({words}); fetch it again"
         ) from None
 
 

@@ -28,6 +28,8 @@ def write_report(run: Path) -> Path:
     Raises:
         InputError: The folder holds no readable `result.json`.
     """
+    from jinja2 import TemplateError
+
     source = run / "result.json"
     try:
         result = json.loads(source.read_text(encoding="utf-8"))
@@ -37,7 +39,15 @@ def write_report(run: Path) -> Path:
             " give a folder that `routepilot tune -o` wrote"
         ) from None
     page = run / "report.html"
-    write_text(page, render(result))
+    try:
+        text = render(result)
+    except (TemplateError, KeyError, TypeError, ValueError, AttributeError) as error:
+        words = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{str(source)!r} is not a result of this version ({words});"
+            " repeat `routepilot tune` there"
+        ) from None
+    write_text(page, text)
     return page
 
 

@@ -142,9 +142,14 @@ def test_ten_thousand_hostile_trials(
         done, run = done + builds, run + 1
     assert {*tame} <= {*counts}
     report(
-        "hostile", runs=run - first, trials=done, in_real_children=NearChild.real, wins=wins, wrong_wins=0,
+        "hostile",
+        runs=run - first,
+        trials=done,
+        in_real_children=NearChild.real,
+        wins=wins,
+        wrong_wins=0,
         deeds=len(counts),
-    )  # fmt: skip
+    )
     assert NearChild.real >= done // 200
 
 
