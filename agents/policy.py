@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -178,7 +179,7 @@ def load_policy(path: Path, without: tuple[str, ...] = ()) -> LoadedPolicy:
         path.parent / "tables" / card.table,
         Path(__file__).resolve().parent.parent / "checkpoints" / "tables" / card.table,
     )
-    place = next((p for p in places if p.is_file()), None)
+    place = next((p for p in places if os.path.isfile(p)), None)
     if place is None:
         raise PolicyError(
             f"policy {str(path)!r} needs its route table {card.table!r} beside it; put it there"

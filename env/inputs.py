@@ -64,7 +64,10 @@ def read_npz(path: Path) -> InputSet:
             if strange:
                 raise ValueError(f"{strange[0]!r} in it is not an array")
             return arrays
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (
+        *(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error),
+        *(RuntimeError, MemoryError, OverflowError),  # of another version, encrypted, too large
+    ) as error:
         words = " ".join(str(error).split())[:200]
         raise ModelError(
             f"input set {str(path)!r} cannot be read ({words}); give an .npz file of plain arrays"

@@ -6,6 +6,7 @@ Owns the file format, field by field, and what a reader refuses. Knows no compil
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -97,7 +98,7 @@ def load_table(path: Path) -> RouteTable:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise TableError(f"route table {str(path)!r} does not exist; give a .parquet file")
     try:
         # Not `read_table`, which imports the dataset module: 0.1 s of every start.

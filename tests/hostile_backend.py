@@ -276,7 +276,8 @@ class HostileBackend:
         return offering(deeds) if deeds else CATALOG
 
     def target(self) -> Target:
-        return Target("hostile", "none", {}, self.catalog().key)
+        settings = {"run": self.options["run"]} if "run" in self.options else {}
+        return Target("hostile", "none", {}, self.catalog().key, settings)
 
     def build(self, model: Any, route: Route, workdir: Path) -> HostileEngine | BuildFailure:
         with (workdir / "builds.jsonl").open("a") as log:  # for tests that count builds

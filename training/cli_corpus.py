@@ -240,7 +240,7 @@ def records_export(
     from routepilot.training import console
     from routepilot.training.manifest import manifest
 
-    if not store.is_file():
+    if not os.path.isfile(store):
         raise InputError(f"record store {str(store)!r} does not exist; give a .sqlite file")
     with RecordStore(store) as source:
         save_table(source.table(manifest=manifest()), out)

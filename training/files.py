@@ -31,7 +31,8 @@ def ensure_folder(folder: Path) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with whole_file(path) as draft:
-        draft.write_text(text, encoding="utf-8")
+        # A name of bytes that are no UTF-8 comes as surrogates, which UTF-8 cannot hold.
+        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(path: Path, data: object) -> None:
