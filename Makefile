@@ -6,13 +6,20 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 SOURCES := env agents training checkpoints tests
 
-.PHONY: demo test lowest check format bench evidence zoo clean
+.PHONY: demo test torture lowest check format bench evidence zoo clean
 
 demo: $(VENV)/.demo
 	$(BIN)/routepilot demo --out runs/demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+# The long versions of tests/torture, about an hour on two cores; figures in docs/reliability.md.
+torture: $(VENV)/.torture
+	TORTURE=1 TORTURE_REPORT=runs/torture.jsonl $(BIN)/python -m pytest tests/torture
+	for reader in routes expressions tuning_caches knob_lists shapes limits; do \
+		$(BIN)/python tests/torture/coverage_guided.py $$reader -runs=20000 -max_len=2048 \
+		|| exit 1; done
 
 # The tests with the lowest versions that pyproject.toml allows, in a set-up of their own.
 lowest:
@@ -65,6 +72,11 @@ $(VENV)/.dev: $(VENV)/.base pyproject.toml
 		ln -sfn ../../../$$room $(VENV)/typing/routepilot/$$room; done
 	for file in __init__.py __main__.py py.typed; do \
 		ln -sfn ../../../training/public/$$file $(VENV)/typing/routepilot/$$file; done
+	touch $@
+
+$(VENV)/.torture: $(VENV)/.dev
+	mkdir -p runs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo,dev,torture]'
 	touch $@
 
 clean:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.recorded import Replay
+from routepilot.env.drafts import whole_file
 from routepilot.env.episode import CONTEXT_FEATURES, ROW_FEATURES, ROWS, Observation
 from routepilot.env.errors import PolicyError, TableError
 from routepilot.env.surrogate import Kernel, Surrogate
@@ -179,7 +179,7 @@ def load_policy(path: Path, without: tuple[str, ...] = ()) -> LoadedPolicy:
         path.parent / "tables" / card.table,
         Path(__file__).resolve().parent.parent / "checkpoints" / "tables" / card.table,
     )
-    place = next((p for p in places if p.is_file()), None)
+    place = next((p for p in places if os.path.isfile(p)), None)
     if place is None:
         raise PolicyError(
             f"policy {str(path)!r} needs its route table {card.table!r} beside it; put it there"
@@ -253,12 +253,5 @@ def _read_weights(path: Path, card: Card) -> dict[str, NDArray[np.float32]]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(draft, 0o644)
-        os.replace(draft, path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
+    with whole_file(path) as draft:
+        draft.write_bytes(data)

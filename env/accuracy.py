@@ -191,6 +191,8 @@ def _flaw(given: Array | None, wanted: Array) -> str:
     """What makes an output invalid at any limit; empty when nothing does."""
     if given is None:
         return "is missing"
+    if not isinstance(given, np.ndarray):
+        return f"is a {type(given).__name__}, not an array"
     if given.shape != wanted.shape:
         return f"has shape {given.shape} where the reference has {wanted.shape}"
     if given.dtype != wanted.dtype:

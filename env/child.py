@@ -13,12 +13,13 @@ import ctypes
 import json
 import os
 import resource
+import secrets
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,13 @@ LOG_BYTES = 64 << 20
 #: Longest quotation of a log or an error message, characters.
 QUOTE_LENGTH = 300
 
+#: Longest answer, and most events before one: a child that writes without end is cut off.
+ANSWER_BYTES, EVENTS = 64 << 20, 10_000
+
+#: Environment variable that marks a child and all it starts, as `PARENT_PID-TOKEN`. A helper that
+#: made itself a daemon is nobody's descendant any more, but it carries the mark.
+MARK_VARIABLE = "ROUTEPILOT_CHILD"
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -51,10 +59,12 @@ class Ended:
     Attributes:
         status: `CRASHED`, `TIMED_OUT` or `OUT_OF_MEMORY`.
         reason: How it ended, one line.
+        killed: Somebody else sent SIGKILL: the system for want of memory, or a person.
     """
 
     status: Status
     reason: str
+    killed: bool = False
 
 
 def one_line(text: str) -> str:
@@ -96,10 +106,13 @@ class Child:
     ) -> None:
         self._log = log
         self._memory_limit = memory_limit_bytes
-        self._buffer = b""
+        self._buffer = bytearray()
+        self._killed = False
         self._watched: list[psutil.Process] = []
         self._next_scan = 0.0
         self.events: list[dict[str, Any]] = []
+        self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+        end_orphans()
         request_read, self._request = os.pipe()
         self._reply, reply_write = os.pipe()
         try:
@@ -111,7 +124,7 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=sink,
                     stderr=sink,
-                    env=dict(environment),
+                    env={**environment, MARK_VARIABLE: self._mark},
                     pass_fds=(request_read, reply_write),
                     start_new_session=True,
                 )
@@ -158,9 +171,10 @@ class Child:
             return self._await(time.monotonic() + deadline_seconds, deadline_seconds)
         except BrokenPipeError:
             return self._ended()
-        except json.JSONDecodeError:
+        except ValueError as error:
             self.kill()
-            return Ended(Status.CRASHED, "the child answered with something that is not JSON")
+            words = f"the child wrote into its answers what does not belong there ({error})"
+            return Ended(Status.CRASHED, one_line(words))
         except BaseException:
             self.kill()
             raise
@@ -189,9 +203,16 @@ class Child:
             self._trim_log()
 
     def _take(self, data: bytes) -> dict[str, Any] | None:
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        self._buffer += data
+        lines: list[bytearray] = []
+        if b"\n" in data:  # looked for in what is new only: a long answer comes in many pieces
+            *lines, self._buffer = self._buffer.split(b"\n")
+        if len(self._buffer) > ANSWER_BYTES or len(self.events) > EVENTS:
+            raise ValueError("more than an answer may be")
         for line in lines:
-            message: dict[str, Any] = json.loads(line)
+            message = json.loads(line)
+            if not isinstance(message, dict):
+                raise ValueError("not a JSON object")
             if "event" not in message:
                 return message
             self.events.append(message)
@@ -250,7 +271,8 @@ class Child:
             return Ended(Status.CRASHED, "the child closed its pipe without an answer")
         self.kill()  # what it started may still be there
         if code == -signal.SIGKILL:
-            return Ended(Status.OUT_OF_MEMORY, "killed by the system, probably out of memory")
+            reason = "killed by the system, probably out of memory"
+            return Ended(Status.OUT_OF_MEMORY, reason, killed=True)
         if code < 0:
             return Ended(Status.CRASHED, f"ended by {_signal_name(-code)}{self._last_words()}")
         reason = f"exited with code {code} without an answer{self._last_words()}"
@@ -258,6 +280,9 @@ class Child:
 
     def kill(self) -> None:
         """Kill the child, its group and whatever else descends from it; idempotent."""
+        if self._killed:
+            return
+        self._killed = True
         strays = self._tree()[1:] if self.process.returncode is None else []
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -269,6 +294,7 @@ class Child:
             except psutil.Error:
                 continue
         self.process.wait()
+        _end_marked(lambda mark: mark == self._mark)
         self._close_pipes()
 
     def close(self) -> None:
@@ -301,6 +327,51 @@ def _write(descriptor: int, message: Mapping[str, Any]) -> None:
         data = data[os.write(descriptor, data) :]
 
 
+def end_orphans() -> None:
+    """Kill what children of dead parents left running: a killed parent cannot do it itself."""
+    _end_marked(_is_orphaned)
+
+
+def _is_orphaned(mark: str) -> bool:
+    parent = mark.partition("-")[0]
+    return parent.isdigit() and not psutil.pid_exists(int(parent))
+
+
+def _end_marked(is_meant: Callable[[str], bool]) -> None:
+    """Kill the processes whose mark is meant, again while they start others, ten times at most."""
+    for _ in range(10):
+        meant = [pid for pid, mark in _marks() if is_meant(mark)]
+        if not meant:
+            return
+        for pid in meant:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                continue
+        time.sleep(0.005)
+
+
+def _marks() -> Iterator[tuple[int, str]]:
+    """Every process that carries a mark: its number and the mark."""
+    wanted = f"{MARK_VARIABLE}=".encode()
+    for pid in psutil.pids():
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # gone, or somebody else's
+            continue
+        for entry in environment:
+            if entry.startswith(wanted) and pid != os.getpid():
+                yield pid, entry[len(wanted) :].decode(errors="replace")
+
+
+def die_with_parent(parent: int) -> None:
+    """Have this process killed when the thread of `parent` that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(0)
+
+
 class Line:
     """The child's end of the pipes.
 
@@ -315,10 +386,7 @@ class Line:
         os.set_inheritable(self._replies, False)
         self._requests = os.fdopen(requests, "rb")
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        if sys.platform == "linux":
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(0)
+        die_with_parent(parent)
 
     def next(self) -> dict[str, Any] | None:
         """The next request; None when the parent is gone."""

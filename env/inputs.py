@@ -59,8 +59,15 @@ def read_npz(path: Path) -> InputSet:
         if isinstance(data, np.ndarray):
             raise ValueError("it holds one array without a name")
         with data:
-            return {name: data[name] for name in data.files}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            arrays = {name: data[name] for name in data.files}
+            strange = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
+            if strange:
+                raise ValueError(f"{strange[0]!r} in it is not an array")
+            return arrays
+    except (
+        *(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error),
+        *(RuntimeError, MemoryError, OverflowError),  # of another version, encrypted, too large
+    ) as error:
         words = " ".join(str(error).split())[:200]
         raise ModelError(
             f"input set {str(path)!r} cannot be read ({words}); give an .npz file of plain arrays"

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from routepilot.env import errors
 from routepilot.env.backends.tensorrt_catalog import read_build_routes, shipped_routes_json
 from routepilot.env.child import Child, Ended, machine_memory_bytes, one_line
+from routepilot.env.drafts import whole_file
 from routepilot.env.errors import (
     InputError,
     MachineError,
@@ -411,9 +412,8 @@ def _write_cache(path: Path, results: Mapping[str, Mapping[str, str]]) -> None:
     # A child that ran out of time or memory says something of the machine, not of the model.
     fleeting = (Status.TIMED_OUT.value, Status.OUT_OF_MEMORY.value)
     kept = {c: r for c, r in results.items() if r.get("status") not in fleeting}
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(kept), encoding="utf-8")
-    os.replace(draft, path)
+    with whole_file(path) as draft:
+        draft.write_text(json.dumps(kept), encoding="utf-8")
 
 
 @remember

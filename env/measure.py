@@ -254,7 +254,10 @@ class _Blocks:
 
     def block(self, which: int) -> float:
         """Median milliseconds of one inference over a block."""
-        spent = float(np.median(self._turn(which).time(self._seconds)))
+        times = self._turn(which).time(self._seconds)
+        spent = float(np.median(times)) if len(times) else math.nan
+        if not (math.isfinite(spent) and spent >= 0):
+            raise ValueError(f"the engine says that an inference took {spent} ms")
         # A clock too coarse for the engine reads 0, which has no logarithm.
         spent = max(spent, 1e-6)
         self._medians[which].append(spent)

@@ -11,10 +11,8 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from routepilot.env.child import die_with_parent
+from routepilot.env.drafts import draft_folder
 from routepilot.env.errors import ModelError
 from routepilot.env.inputs import (
     CONFIRMATION_SETS,
@@ -197,50 +197,60 @@ def _make_bundle(
     specs: tuple[TensorSpec, ...],
     sets: Sequence[InputSet],
 ) -> Model:
-    import onnx
-
-    draft = Path(tempfile.mkdtemp(dir=place.parent, prefix=".preparing-"))
     try:
-        precision = reference_precision(proto)  # before the weights may leave the graph
-        onnx.save(
-            proto,
-            str(draft / "model.onnx"),
-            save_as_external_data=is_large(proto),
-            location="model.onnx.data",
-        )
-        kept = max(len(sets) // 3, 1) if len(sets) > 1 else 0
-        cut = len(sets) - kept
-        # A single set serves both ends; the second look is then weaker, and nothing can be done.
-        for kind, some in (("selection", sets[:cut]), ("confirmation", sets[cut:] or sets)):
-            for number, one in enumerate(some):
-                np.savez(draft / f"{kind}_{number}.npz", **one)  # type: ignore[arg-type]
-        outputs = _run_reference(draft, title)
-        description = {
-            "name": title,
-            "fingerprint": fingerprint,
-            "inputs": [asdict(spec) for spec in specs],
-            "outputs": outputs,
-            "reference": "ONNX Runtime, optimisations off, one thread",
-            "reference_precision": precision,
-        }
-        (draft / "model.json").write_text(json.dumps(description, indent=2), encoding="utf-8")
-        try:
-            os.replace(draft, place)
-        except OSError:
-            if not is_bundle(place):  # another process made it meanwhile
-                raise
-        return Model.load(place)
+        with draft_folder(place.parent) as draft:
+            return _fill_bundle(draft, proto, place, title, fingerprint, specs, sets)
     except OSError as error:
         raise ModelError(f"the prepared model cannot be written: {error}") from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _fill_bundle(
+    draft: Path,
+    proto: onnx.ModelProto,
+    place: Path,
+    title: str,
+    fingerprint: str,
+    specs: tuple[TensorSpec, ...],
+    sets: Sequence[InputSet],
+) -> Model:
+    import onnx
+
+    precision = reference_precision(proto)  # before the weights may leave the graph
+    onnx.save(
+        proto,
+        str(draft / "model.onnx"),
+        save_as_external_data=is_large(proto),
+        location="model.onnx.data",
+    )
+    kept = max(len(sets) // 3, 1) if len(sets) > 1 else 0
+    cut = len(sets) - kept
+    # A single set serves both ends; the second look is then weaker, and nothing can be done.
+    for kind, some in (("selection", sets[:cut]), ("confirmation", sets[cut:] or sets)):
+        for number, one in enumerate(some):
+            np.savez(draft / f"{kind}_{number}.npz", **one)  # type: ignore[arg-type]
+    outputs = _run_reference(draft, title)
+    description = {
+        "name": title,
+        "fingerprint": fingerprint,
+        "inputs": [asdict(spec) for spec in specs],
+        "outputs": outputs,
+        "reference": "ONNX Runtime, optimisations off, one thread",
+        "reference_precision": precision,
+    }
+    (draft / "model.json").write_text(json.dumps(description, indent=2), encoding="utf-8")
+    try:
+        os.replace(draft, place)
+    except OSError:
+        if not is_bundle(place):  # another process made it meanwhile
+            raise
+    return Model.load(place)
 
 
 def _run_reference(folder: Path, title: str) -> list[dict[str, object]]:
     """Compute the references in a child and return the outputs' specs."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "routepilot.env.models", str(folder)],
+            [sys.executable, "-m", "routepilot.env.models", str(folder), str(os.getpid())],
             capture_output=True,
             text=True,
             errors="replace",
@@ -300,4 +310,5 @@ def _check_outputs(outputs: Mapping[str, object]) -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
     _reference_child(Path(sys.argv[1]))

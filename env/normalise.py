@@ -7,6 +7,7 @@ Runs no model; knows no backend and no route.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ def read_model(path: Path) -> onnx.ModelProto:
     from google.protobuf.message import DecodeError
 
     try:
-        size = path.stat().st_size if path.is_file() else None
+        size = path.stat().st_size if os.path.isfile(path) else None
     except OSError as error:
         raise ModelError(f"the model file cannot be opened: {error.strerror}") from None
     if size is None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from routepilot.env import forms
 from routepilot.env.accuracy import Gate, regate
 from routepilot.env.backends.recorded import settled
+from routepilot.env.drafts import whole_file
 from routepilot.env.errors import TableError
 from routepilot.env.features import FEATURE_NAMES
 from routepilot.env.outcomes import Outcome, Status
@@ -83,15 +83,8 @@ def save_table(table: RouteTable, path: Path) -> None:
         metadata={METADATA_KEY: json.dumps(description).encode()},
     )
     try:
-        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        try:
+        with whole_file(path) as draft:
             pq.write_table(pa.Table.from_pylist(rows, schema=schema), draft, compression="zstd")
-            os.chmod(draft, 0o644)
-            os.replace(draft, path)
-        except BaseException:
-            Path(draft).unlink(missing_ok=True)
-            raise
     except OSError as error:
         raise TableError(f"route table {str(path)!r} cannot be written: {error}") from None
 
@@ -105,7 +98,7 @@ def load_table(path: Path) -> RouteTable:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise TableError(f"route table {str(path)!r} does not exist; give a .parquet file")
     try:
         # Not `read_table`, which imports the dataset module: 0.1 s of every start.
@@ -132,8 +125,10 @@ def load_table(path: Path) -> RouteTable:
             )
         return _table(description, data.to_pylist())
     except (KeyError, TypeError, ValueError) as error:
+        words = " ".join(repr(error).split())
+        words = words if len(words) <= 200 else f"{words[:100]} ... {words[-97:]}"
         raise TableError(
-            f"route table {str(path)!r} lacks something ({error!r}); fetch it again"
+            f"route table {str(path)!r} lacks something ({words}); fetch it again"
         ) from None
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +28,7 @@ from routepilot.env.backends.tensorrt_catalog import (
     shipped_routes_json,
 )
 from routepilot.env.backends.tensorrt_options import Channel, read_options
+from routepilot.env.drafts import whole_file
 from routepilot.env.errors import InputError, MachineError, RouteError, TableError
 from routepilot.env.outcomes import Measurement, Outcome, Status
 from routepilot.env.records import Record
@@ -342,10 +342,9 @@ def write_tuning_cache(
     }
     lines = [header, *(_line(i, o, named, algorithm) for i, o in enumerate(kept))]
     text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
+        with whole_file(path) as draft:
+            draft.write_text(text, encoding="utf-8")
     except OSError as error:
         raise MachineError(f"tuning cache {str(path)!r} cannot be written: {error}") from None
     return len(everything) - len(kept)

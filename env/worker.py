@@ -115,7 +115,7 @@ class Worker:
         self._woken = 0.0
         #: Seconds that a child was starting while nobody waited for it.
         self.starting_seconds = 0.0
-        self._suspect = False
+        self._suspect = self._was_killed = False
         self._default: Outcome | None = None
         #: Compiler flags found in the environment and kept from the children; None if there were
         #: none. Belongs into the manifest of whatever is measured.
@@ -252,9 +252,17 @@ class Worker:
         child = self._ready()
         start = time.perf_counter()
         answer = self._ask(request, deadline)
+        if isinstance(answer, Ended) and answer.killed:
+            # Want of memory comes again; somebody's kill, or a machine that was full then, not.
+            child = self._ready()
+            answer = self._ask(request, deadline)  # its seconds count as well
         seconds = time.perf_counter() - start
         if not isinstance(answer, Ended):
-            return unpack_outcome(answer["outcome"]), answer.get("same_as")
+            try:
+                return unpack_outcome(answer["outcome"]), answer.get("same_as")
+            except (KeyError, TypeError, ValueError):
+                self.close()
+                answer = Ended(Status.CRASHED, "the child answered with what is no outcome")
         built = next((e for e in child.events if e["event"] == "built"), None)
         phase = "running or timing it" if built else "building"
         build_seconds = float(built["seconds"]) if built else seconds
@@ -280,7 +288,8 @@ class Worker:
             self._child = None
         if "error" in answer:
             _raise(answer)
-        self._suspect = answer.get("outcome", {}).get("status", Status.OK.value) != Status.OK.value
+        outcome = answer.get("outcome")
+        self._suspect = isinstance(outcome, dict) and outcome.get("status") != Status.OK.value
         return answer
 
     def _ready(self) -> Child:
@@ -308,11 +317,22 @@ class Worker:
         return child
 
     def _start(self) -> Child:
+        """A child with its default engine; one more try when the system killed the first."""
+        self._was_killed = False
+        try:
+            return self._start_once()
+        except (MachineError, ModelError):
+            if not self._was_killed:
+                raise
+        return self._start_once()
+
+    def _start_once(self) -> Child:
         woken, asked = self._waking is not None, time.monotonic()
         child, self._waking = self._waking or self._open(), None
         try:
             answer = child.answer(self.deadline_seconds)
             if isinstance(answer, Ended):
+                self._was_killed = answer.killed
                 raise MachineError(f"the worker child cannot start: {answer.reason}")
             if "error" in answer:
                 _raise(answer)
@@ -320,6 +340,7 @@ class Worker:
                 self.starting_seconds += min(answer["ready"], asked) - self._woken
             answer = child.ask({"do": "default"}, self.deadline_seconds)
             if isinstance(answer, Ended):
+                self._was_killed = answer.killed
                 raise self._default_failed(answer.status, answer.reason)
             if "error" in answer:
                 _raise(answer)

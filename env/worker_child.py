@@ -11,10 +11,9 @@ import hashlib
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from routepilot.env.backends import load_backend
 from routepilot.env.backends.base import Backend, BuildFailure, Confirming, Engine, Tensors
 from routepilot.env.backends.layers import Layered
 from routepilot.env.child import Line, one_line
+from routepilot.env.drafts import draft_folder
 from routepilot.env.errors import MachineError, RouteError, RoutePilotError
 from routepilot.env.measure import TimingPlan
 from routepilot.env.outcomes import Measurement, Outcome, Status
@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 
 #: Reason of an outcome that was not measured because its engine is the default's.
 SAME_AS_DEFAULT = "same engine as the default route"
+
+
+#: A build that wrote this much before the disk was full is at fault itself, not the machine.
+GREEDY_BYTES = 256 << 20
+
+#: No room: on the disk, in the user's quota, in the largest file allowed.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def pack_outcome(outcome: Outcome) -> dict[str, Any]:
@@ -91,10 +98,42 @@ def _faults_are(status: Status, doing: str) -> Iterator[None]:
     except MemoryError as error:
         raise _Fault(Status.OUT_OF_MEMORY, f"out of memory while {doing}") from error
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise MachineError(f"the disk is full ({one_line(str(error))}); free space") from error
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise _DiskFull(f"the disk is full ({one_line(str(error))}); free space") from error
         words = one_line(f"{type(error).__name__}: {error}")
         raise _Fault(status, f"{words} (raised while {doing})") from error
+
+
+class _DiskFull(MachineError):
+    """There was no room left to write, through whosever fault."""
+
+
+def _files(folder: Path) -> dict[Path, int]:
+    """Every file below a folder with its bytes."""
+    found = {}
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = Path(place) / name
+            with suppress(OSError):
+                found[path] = path.lstat().st_size
+    return found
+
+
+def _take_back(folder: Path, before: Mapping[Path, int]) -> int:
+    """Remove what a build that filled the disk has written; returns its bytes."""
+    written = {p: size for p, size in _files(folder).items() if p not in before}
+    for path in written:
+        with suppress(OSError):
+            path.unlink()
+    return sum(written.values())
+
+
+def _unwritable(sets: Sequence[Tensors]) -> list[Tensors]:
+    """Input sets that an engine cannot change for those after it."""
+    for one in sets:
+        for array in one.values():
+            array.setflags(write=False)
+    return list(sets)
 
 
 def _digest(outputs: Tensors) -> str:
@@ -133,7 +172,7 @@ class Bench:
         self._alone: Callable[[], AbstractContextManager[Any]] = getattr(
             self._backend, "alone", nullcontext
         )
-        self._inputs: list[Tensors] = list(model.selection())
+        self._inputs = _unwritable(model.selection())
         self._references: list[Tensors] = list(model.selection_reference())
         self._default: Engine | None = None
         self._default_outcome = Outcome(DEFAULT_ROUTE, Status.BUILD_FAILED, "not built yet")
@@ -166,7 +205,7 @@ class Bench:
 
     def confirm(self, route: Route, save_to: Path | None) -> dict[str, Any]:
         """Build a route beside a default that is fresh, and decide on the other input sets."""
-        inputs = list(self._model.confirmation())
+        inputs = _unwritable(self._model.confirmation())
         references = list(self._model.confirmation_reference())
 
         def attempt(engine: Engine) -> tuple[Verdict, Measurement | None]:
@@ -259,7 +298,7 @@ class Bench:
         self, engine: Engine, inputs: Sequence[Tensors], references: Sequence[Tensors]
     ) -> Verdict:
         with _faults_are(Status.CRASHED, "running"):
-            outputs = [engine.run(one) for one in inputs]
+            outputs = [dict(engine.run(one)) for one in inputs]
         return judge(outputs, references, self._gate)
 
     def _outcome(
@@ -273,6 +312,7 @@ class Bench:
 
         A feasible engine becomes the default one when `keep`; any other is closed.
         """
+        before = _files(self._workdir)
         start = built = time.perf_counter()
         verdict, measurement, digest, healthy = Verdict({}, Status.OK), None, "", True
         engine: Engine | None = None
@@ -289,6 +329,12 @@ class Bench:
         except _Fault as fault:
             built = built if engine is not None else time.perf_counter()
             verdict, healthy = Verdict({}, fault.status, fault.reason), False
+        except _DiskFull as full:
+            took = _take_back(self._workdir, before)
+            if took < GREEDY_BYTES:
+                raise MachineError(str(full)) from full
+            reason = f"filled the disk; the {took >> 20} MiB that it wrote were removed"
+            verdict, healthy = Verdict({}, Status.BUILD_FAILED, reason), False
         end = time.perf_counter()
         outcome = Outcome(
             route,
@@ -325,9 +371,9 @@ def _save(engine: Engine, folder: Path) -> None:
     """Let an engine write itself beside `folder`, then move its files in."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as draft:
-            engine.save(Path(draft))
-            for item in sorted(Path(draft).iterdir()):
+        with draft_folder(folder) as draft:
+            engine.save(draft)
+            for item in sorted(draft.iterdir()):
                 place = folder / item.name
                 if item.is_dir() and place.is_dir():
                     shutil.rmtree(place)

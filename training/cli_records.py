@@ -5,6 +5,7 @@ Imported by `cli.main`, which owns the application object.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -74,7 +75,7 @@ def records_export(
     from routepilot.training import console, tuning_caches
     from routepilot.training.manifest import manifest
 
-    if not store.is_file():
+    if not os.path.isfile(store):
         raise InputError(f"record store {str(store)!r} does not exist; give a .sqlite file")
     with RecordStore(store) as source:
         table = source.table(target, manifest=manifest())

@@ -5,6 +5,7 @@ Owns the released names under `checkpoints/` and the choice among them, with its
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -64,10 +65,10 @@ def find_table(name: str) -> Path:
         TableError: There is no such file or name.
     """
     path = Path(name)
-    if path.suffix == ".parquet" or path.exists():
+    if path.suffix == ".parquet" or os.path.exists(path):
         return path
     released = checkpoints_folder() / "tables" / f"{name}.parquet"
-    if released.exists():
+    if os.path.exists(released):  # which a name that is too long answers too
         return released
     raise TableError(
         f"no route table {name!r}; released: {', '.join(released_tables()) or 'none'};"
@@ -83,10 +84,10 @@ def find_policy(name: str) -> Path:
     """
     path = Path(name)
     for candidate in (path, path.with_suffix(".safetensors"), path / "policy.safetensors"):
-        if candidate.is_file() and candidate.suffix == ".safetensors":
+        if os.path.isfile(candidate) and candidate.suffix == ".safetensors":
             return candidate
     released = checkpoints_folder() / f"{name}.safetensors"
-    if released.exists():
+    if os.path.exists(released):  # which a name that is too long answers too
         return released
     raise PolicyError(
         f"no policy {name!r}; released: {', '.join(released_policies()) or 'none'};"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from enum import Enum
 from pathlib import Path
 
+from routepilot.env.drafts import whole_file
 from routepilot.env.errors import InputError
 
 
@@ -39,14 +39,9 @@ def ensure_folder(folder: Path) -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with whole_file(path) as draft:
+        # A name of bytes that are no UTF-8 comes as surrogates, which UTF-8 cannot hold.
+        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(path: Path, data: object) -> None:

@@ -7,6 +7,7 @@ surrogate never saw the family of the episode's model, so training meets what us
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -139,6 +140,11 @@ def train(
         raise MissingExtraError(
             f"training needs {error.name}; pip install 'routepilot[train]'"
         ) from None
+    if not re.fullmatch(r"[^\W_][\w.+-]*", name):
+        raise InputError(
+            f"policy name {name!r} is not allowed; give letters, digits and . _ + - after a letter"
+            " or digit, since it names the files"
+        )
     config, gate = config or TrainConfig(), gate or Gate()
     start = time.monotonic()
     known = table.without_families(held_out)

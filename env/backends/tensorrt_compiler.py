@@ -20,6 +20,7 @@ from typing import Any
 
 from routepilot.env.backends.base import BuildFailure
 from routepilot.env.backends.tensorrt_ear import Ear, captured_output
+from routepilot.env.drafts import whole_file
 from routepilot.env.errors import InputError, MachineError, MissingExtraError, ModelError
 from routepilot.env.outcomes import Status
 
@@ -352,9 +353,8 @@ class Compiler:
             return b""
         data = bytes(cache.serialize())
         if path is not None and not self.settings.require_cache:
-            draft = path.with_name(f".{path.name}.{os.getpid()}")
-            draft.write_bytes(data)
-            os.replace(draft, path)
+            with whole_file(path) as draft:
+                draft.write_bytes(data)
         return data
 
     @property

@@ -10,7 +10,6 @@ says that it is trusted.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from routepilot.env.backends.base import Tensors
 from routepilot.env.backends.tensorrt_compiler import Plan, find_module
 from routepilot.env.backends.tensorrt_ear import Ear, captured_output
+from routepilot.env.drafts import whole_file
 from routepilot.env.errors import InputError, MachineError
 from routepilot.env.gpu_timing import CudaFault, Gpu, GpuTimer
 
@@ -279,11 +279,10 @@ def remember_plan(digest: str) -> None:
         MachineError: The note cannot be written.
     """
     folder = _plans_folder()
-    draft = folder / f".{digest}.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(b"")
-        os.replace(draft, folder / digest)
+        with whole_file(folder / digest):
+            pass  # the name says it all
     except OSError as error:
         raise MachineError(f"{folder} cannot be written: {error}") from None
 
