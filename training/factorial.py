@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import sys
 import tempfile
@@ -291,10 +290,11 @@ def markdown(rows: Sequence[FactorialRow], limit: float) -> str:
     for row in rows:
         gains = (row.best_single, row.picked_gain, row.greedy_gain)
         single, picked, greedy = (f"{math.exp(g):.2f}x" for g in gains)
+        share = "no gain" if math.isnan(row.additive_share) else f"{row.additive_share:.0%}"
         lines.append(
             f"| {row.model} | {row.timed} of {row.legal} of {row.planned} | {row.accurate}"
             f" | {math.exp(row.best_gain):.2f}x | {math.exp(row.additive_gain):.2f}x"
-            f" | {row.additive_share:.0%} | {single} | {picked} | {greedy}"
+            f" | {share} | {single} | {picked} | {greedy}"
             f" | {row.main_share:.0%} | {row.pair_share:.0%} | {row.spread:.1%} |"
         )
     lines += ["", "| model | second levels, strongest first | best |", "| --- | --- | --- |"]
@@ -343,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 fact["additive_share"] = None
         write_json(
             folder / "factorial.json",
-            {"rows": facts, "manifest": json.loads(json.dumps(manifest()))},
+            {"rows": facts, "manifest": manifest()},
         )
     except RoutePilotError as error:
         print(f"error: {error}", file=sys.stderr)
