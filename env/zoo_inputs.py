@@ -144,8 +144,13 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
 
 
 def file_bytes(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.int32]:
-    """The bytes of a file: Python source, JSON, comma-separated numbers, markup or noise."""
-    size = shape[-1]
+    """The bytes of files: Python source, JSON, comma-separated numbers, markup or noise."""
+    *lead, size = shape
+    rows = [_one_file(rng, size) for _ in range(int(np.prod(lead)))]
+    return np.stack(rows).reshape(shape)
+
+
+def _one_file(rng: np.random.Generator, size: int) -> NDArray[np.int32]:
     numbers = rng.integers(0, 1000, size)
     kinds: tuple[Callable[[], bytes], ...] = (
         lambda: inspect.getsource(argparse).encode(),
@@ -159,8 +164,7 @@ def file_bytes(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.i
     piece = np.frombuffer(content[start : start + size], np.uint8).astype(np.int32)
     padded = np.full(size, 256, np.int32)
     padded[: len(piece)] = piece
-    found: NDArray[np.int32] = np.broadcast_to(padded, shape).copy()
-    return found
+    return padded
 
 
 def tokens(limit: int) -> Callable[[np.random.Generator, tuple[int, ...]], NDArray[np.int64]]:

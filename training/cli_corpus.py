@@ -39,27 +39,39 @@ app.add_typer(zoo_app, name="zoo")
 
 
 @zoo_app.command("list")
-def zoo_list(json: JsonOpt = False) -> None:
-    """List the corpus: families, splits, licences.
+def zoo_list(
+    split: Annotated[
+        str | None, typer.Option(help="train, validation or test; all when absent.")
+    ] = None,
+    markdown: Annotated[bool, typer.Option(help="Print the table of docs/corpus.md.")] = False,
+    json: JsonOpt = False,
+) -> None:
+    """List the corpus: families, splits, licences, and other shapes of its models.
 
-    Example: routepilot zoo list --json
+    Example: routepilot zoo list --split test --json
     """
     from routepilot.env import zoo
     from routepilot.training import console
 
-    rows = zoo.listing()
+    rows = zoo.listing(split)
     if json:
         console.print_json(rows)
         return
+    if markdown:
+        from routepilot.training.zoo_table import markdown as table
+
+        console.out.print(table(rows), markup=False, soft_wrap=True)
+        return
+    models = sum(not row["variant_of"] for row in rows)
     console.print_table(
-        f"{len(rows)} models",
+        f"{models} models and {len(rows) - models} other shapes of them",
         ("model", "family", "split", "weights", "parameters", "licence"),
         [
             (
                 row["name"],
                 row["family"],
                 row["split"],
-                "trained" if row["trained"] else "random",
+                row["origin"],
                 f"{row['parameters']:,}",
                 row["licence"],
             )
@@ -103,23 +115,36 @@ def zoo_check(
     ] = None,
     json: JsonOpt = False,
 ) -> None:
-    """Compare each model's fingerprint with the one checked in.
+    """Make models anew and compare their fingerprints with those checked in.
+
+    Also looks whether outputs have a sane scale and depend on the inputs; says size and licence.
 
     Example: routepilot zoo check --names resnet
     """
+    from dataclasses import asdict
+
     from routepilot.env import zoo
     from routepilot.training import console
 
     rows = zoo.check(_names(names))
     if json:
-        console.print_json([{"name": n, "ok": ok, "detail": d} for n, ok, d in rows])
+        console.print_json([asdict(row) for row in rows])
     else:
         console.print_table(
             "fingerprints",
-            ("model", "same", "detail"),
-            [(n, "yes" if ok else "NO", d) for n, ok, d in rows],
+            ("model", "ok", "detail", "MB", "licence"),
+            [
+                (
+                    row.name,
+                    "yes" if row.ok else "NO",
+                    row.detail,
+                    f"{row.megabytes:.1f}",
+                    row.licence,
+                )
+                for row in rows
+            ],
         )
-    if not all(ok for _, ok, _ in rows):
+    if not all(row.ok for row in rows):
         raise typer.Exit(1)
 
 
@@ -129,7 +154,7 @@ def collect(
         "table.parquet"
     ),
     models: Annotated[
-        str, typer.Option(help="zoo, or zoo names or ONNX files separated by commas.")
+        str, typer.Option(help="zoo, variants, or zoo names or ONNX files separated by commas.")
     ] = "zoo",
     backend: BackendOpt = "cpu",
     threads: ThreadsOpt = 1,
@@ -243,7 +268,7 @@ def _names(text: str | None) -> list[str]:
     from routepilot.env import zoo
 
     if text is None:
-        return [entry.name for entry in zoo.ENTRIES]
+        return [entry.name for entry in (*zoo.ENTRIES, *zoo.VARIANTS)]
     return [zoo.entry(name.strip()).name for name in text.split(",") if name.strip()]
 
 
@@ -252,14 +277,15 @@ def _corpus(models: str, seed: int) -> list[CorpusModel]:
     from routepilot.training.collect import CorpusModel
     from routepilot.training.inputs import prepare_model
 
-    if models == "zoo":
-        missing = [(e.name, zoo.available(e)) for e in zoo.ENTRIES]
+    if models in ("zoo", "variants"):
+        wanted = zoo.ENTRIES if models == "zoo" else zoo.VARIANTS
+        missing = [(e.name, zoo.available(e)) for e in wanted]
         lacking = [f"{name} ({why})" for name, why in missing if why]
         if lacking:
             raise InputError(f"not available here: {'; '.join(lacking)}; or name --models")
-        texts = [f"zoo:{entry.name}" for entry in zoo.ENTRIES]
+        texts = [f"zoo:{entry.name}" for entry in wanted]
     else:
-        names = {entry.name for entry in zoo.ENTRIES}
+        names = {entry.name for entry in (*zoo.ENTRIES, *zoo.VARIANTS)}
         given = [text.strip() for text in models.split(",") if text.strip()]
         texts = [f"zoo:{text}" if text in names else text for text in given]
     prepared = [prepare_model(text, None, None, seed) for text in texts]

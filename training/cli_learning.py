@@ -14,6 +14,24 @@ from routepilot.training.cli import EffortOpt, JsonOpt, SeedOpt, app
 from routepilot.training.effort import Effort, preset
 
 
+def later_families(families: tuple[str, ...], learn_from: str) -> tuple[str, ...]:
+    """Families of the corpus' splits that `--learn-from` does not name.
+
+    Raises:
+        InputError: An unknown split.
+    """
+    from routepilot.env.errors import InputError
+    from routepilot.env.zoo_entries import SPLITS, splits
+
+    wanted = [name.strip() for name in learn_from.split(",") if name.strip()]
+    unknown = sorted(set(wanted) - set(SPLITS))
+    if unknown:
+        raise InputError(f"split {unknown[0]!r} is not known; choose from {', '.join(SPLITS)}")
+    if not wanted:
+        return ()
+    return tuple(f for f in families if splits().get(f, wanted[0]) not in wanted)
+
+
 @app.command()
 def train(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the policy.")] = Path(
@@ -24,6 +42,10 @@ def train(
         str, typer.Option(help="Families left out of training, separated by commas.")
     ] = "",
     effort: EffortOpt = Effort.STANDARD,
+    learn_from: Annotated[
+        str,
+        typer.Option(help="Splits to learn from, e.g. train,validation; all families if absent."),
+    ] = "",
     max_seconds: Annotated[
         float | None, typer.Option(help="Stop training after this many seconds.")
     ] = None,
@@ -51,10 +73,11 @@ def train(
         raise InputError(
             f"family {unknown[0]!r} is not in the table; it has {', '.join(source.families)}"
         )
+    families += later_families(source.families, learn_from)
     result = run(
         source,
         TrainConfig(seed=seed, steps=preset(effort).steps, max_seconds=max_seconds),
-        held_out=families,
+        held_out=tuple(dict.fromkeys(families)),
         out=out,
         name=name,
         source=find_table(table),
@@ -76,15 +99,22 @@ def evaluate(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for evaluation.json.")] = Path(
         "evaluation"
     ),
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="validation or test: judge these families by agents that know the earlier splits;"
+            " one family at a time if absent."
+        ),
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Search seeds a model.")] = 3,
     workers: Annotated[int, typer.Option(help="Trainings at once, for ppo.")] = 1,
     seed: SeedOpt = 0,
     json: JsonOpt = False,
 ) -> None:
-    """Compare agents by replay, one family held out.
+    """Compare agents by replay, one family held out, or the families of a split.
 
-    `ppo` trains one policy a held-out family, which takes a minute or two each; policies found in
-    OUT are not trained again.
+    `ppo` trains one policy for what is held out, which takes a minute or two each; policies found
+    in OUT are not trained again.
 
     Example: routepilot evaluate --table cpu --agents random,best-on-average,two-way-gp,ppo
     """
@@ -102,7 +132,7 @@ def evaluate(
     policies = None
     if "ppo" in names:
         policies = train_without_each_family(
-            source, folder / "policies", workers=workers, seed=seed, say=say
+            source, folder / "policies", workers=workers, seed=seed, say=say, split=split
         )
     result = run(
         source,
@@ -113,6 +143,7 @@ def evaluate(
         seeds=seeds,
         seed=seed,
         say=say,
+        split=split,
     )
     write_json(folder / "evaluation.json", result)
     if json:

@@ -1,5 +1,7 @@
 """`evaluate`: the protocol. Every agent on every recorded model, its family unseen, equal builds.
 
+Families are left out one at a time, or as the corpus' splits say (`folds`).
+
 Owns the replayed comparison and its statistics: share of the oracle's gain against builds, builds
 to 95 % of it, intervals bootstrapped over models and seeds. Measures nothing live.
 """
@@ -22,11 +24,12 @@ from routepilot.agents import NEEDS_TABLE, make_factory
 from routepilot.agents.base import AgentFactory, Problem, search
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.recorded import ModelReplay, Replay
-from routepilot.env.errors import MachineError
+from routepilot.env.errors import InputError, MachineError
 from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
 from routepilot.env.routes import Route
 from routepilot.env.tables import save_table
+from routepilot.env.zoo_entries import splits
 from routepilot.training.files import ensure_folder
 from routepilot.training.manifest import manifest
 from routepilot.training.session import Say, silent
@@ -51,6 +54,41 @@ DEFAULT_AGENTS = (
 
 #: Bootstrap draws behind an interval.
 DRAWS = 2000
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Families that are judged together, and all those that agents must not know meanwhile."""
+
+    judged: tuple[str, ...]
+    hidden: tuple[str, ...]
+
+
+def folds(families: Sequence[str], split: str | None = None) -> list[Fold]:
+    """Who is judged while who is hidden.
+
+    Args:
+        families: Families of the table.
+        split: None leaves one family out at a time. `validation` judges the corpus' validation
+            families by agents that know the training families alone; `test` judges the test
+            families by agents that know the others.
+
+    Raises:
+        InputError: Another split, or the table has no family of it or none to learn from.
+    """
+    if split is None:
+        return [Fold((family,), (family,)) for family in families]
+    if split not in ("validation", "test"):
+        raise InputError(f"split {split!r} is not judged; choose validation or test")
+    judged = tuple(f for f in families if splits().get(f) == split)
+    later = ("validation", "test") if split == "validation" else ("test",)
+    hidden = tuple(f for f in families if splits().get(f) in later)
+    if not judged or len(hidden) == len(families):
+        raise InputError(
+            f"the table has {len(judged)} families of the split {split!r} and"
+            f" {len(families) - len(hidden)} to learn from; collect models of both"
+        )
+    return [Fold(judged, hidden)]
 
 
 @dataclass(frozen=True)
@@ -106,6 +144,7 @@ def traces(
     seeds: Sequence[int],
     policies: Mapping[str, Path] | None = None,
     say: Say = silent,
+    split: str | None = None,
 ) -> dict[str, dict[str, list[Trace]]]:
     """All traces: agent -> model -> one a seed.
 
@@ -114,15 +153,16 @@ def traces(
         agents: Agent names.
         seeds: Search seeds.
         policies: For `ppo`: family -> policy that never saw it.
-        say: Hears one line a family.
+        say: Hears one line a fold.
+        split: As `folds` takes it.
     """
     found: dict[str, dict[str, list[Trace]]] = {name: {} for name in agents}
-    for family in replay.table.families:
-        known = replay.without_families((family,))
-        say(f"family {family}")
+    for fold in folds(replay.table.families, split):
+        known = replay.without_families(fold.hidden)
+        say(f"family {', '.join(fold.judged)}")
         for name in agents:
-            factory = _factory(name, known, (policies or {}).get(family))
-            for model in replay.only_families((family,)):
+            factory = _factory(name, known, (policies or {}).get(fold.judged[0]))
+            for model in replay.only_families(fold.judged):
                 # A seed of its own for each model, or one lucky draw would serve them all.
                 place = replay.models.index(replay.model(model.card.fingerprint))
                 found[name][model.card.name] = [
@@ -140,9 +180,15 @@ def _factory(name: str, known: Replay, policy: Path | None) -> AgentFactory:
 
 
 def train_without_each_family(
-    table: RouteTable, folder: Path, *, workers: int = 1, seed: int = 0, say: Say = silent
+    table: RouteTable,
+    folder: Path,
+    *,
+    workers: int = 1,
+    seed: int = 0,
+    say: Say = silent,
+    split: str | None = None,
 ) -> dict[str, Path]:
-    """One policy a family, blind to it, each trained by a process of its own.
+    """One policy a fold, blind to what is hidden in it, each trained by a process of its own.
 
     Policies found in `folder` are taken as they are, so a run that was killed goes on.
 
@@ -152,23 +198,31 @@ def train_without_each_family(
         workers: Processes at once.
         seed: Training seed.
         say: Hears one line a policy.
+        split: As `folds` takes it.
+
+    Returns:
+        Family -> policy that judges it.
     """
+    plan = folds(table.families, split)
     place = ensure_folder(folder) / "table.parquet"
     save_table(table, place)
-    wanted = {family: folder / family / "policy.safetensors" for family in table.families}
 
-    def run(family: str) -> None:
+    def home(fold: Fold) -> Path:
+        return folder / (f"for-{split}" if split else fold.judged[0])
+
+    def run(fold: Fold) -> None:
+        hidden = ",".join(fold.hidden)
         command = [sys.executable, "-m", "routepilot", "train", "--table", str(place), "--json"]
-        command += ["--hold-out", family, "--seed", str(seed), "-o", str(folder / family)]
+        command += ["--hold-out", hidden, "--seed", str(seed), "-o", str(home(fold))]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
-            raise MachineError(f"training without {family} failed: {done.stderr.strip()[-300:]}")
-        say(f"trained without {family}")
+            raise MachineError(f"training without {hidden} failed: {done.stderr.strip()[-300:]}")
+        say(f"trained without {hidden}")
 
-    waiting = [family for family, path in wanted.items() if not path.is_file()]
+    waiting = [fold for fold in plan if not (home(fold) / "policy.safetensors").is_file()]
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(run, waiting))
-    return wanted
+    return {f: home(fold) / "policy.safetensors" for fold in plan for f in fold.judged}
 
 
 def summarise(found: Mapping[str, Sequence[Trace]], seed: int = 0) -> dict[str, Any]:
@@ -232,8 +286,9 @@ def evaluate(
     policies: Mapping[str, Path] | None = None,
     name: str = "",
     say: Say = silent,
+    split: str | None = None,
 ) -> dict[str, Any]:
-    """The protocol on one table, leave-one-family-out.
+    """The protocol on one table, leave-one-family-out or by the corpus' splits.
 
     Args:
         table: Route table.
@@ -244,12 +299,14 @@ def evaluate(
         policies: For `ppo`: family -> policy that never saw it.
         name: Name of the table for the result.
         say: Hears progress.
+        split: As `folds` takes it.
     """
     replay = Replay(table, Gate(limit=tolerance))
-    found = traces(replay, agents, range(seed, seed + seeds), policies, say)
+    found = traces(replay, agents, range(seed, seed + seeds), policies, say, split)
+    judged = {family for fold in folds(table.families, split) for family in fold.judged}
     return {
         "table": name,
-        "split": "leave one family out",
+        "split": split or "leave one family out",
         "tolerance": tolerance,
         "models": [
             {
@@ -266,6 +323,7 @@ def evaluate(
                 },
             }
             for m in replay
+            if m.card.family in judged
         ],
         "agents": {agent: summarise(found[agent], seed) for agent in agents},
         "manifest": manifest(seeds=seeds, seed=seed),

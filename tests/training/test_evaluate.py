@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,17 @@ import synthetic
 
 from routepilot.agents import make_factory
 from routepilot.env.backends.recorded import Replay
-from routepilot.training.evaluate import BUDGETS, Trace, evaluate, summarise, trace
+from routepilot.env.errors import InputError
+from routepilot.training.cli_learning import later_families
+from routepilot.training.evaluate import (
+    BUDGETS,
+    Fold,
+    Trace,
+    evaluate,
+    folds,
+    summarise,
+    trace,
+)
 
 
 def test_fast_pays_for_every_single_change() -> None:
@@ -58,3 +69,34 @@ def test_who_knows_the_model_needs_fewer_builds(result: dict) -> None:
     agents = result["agents"]
     assert agents["two-way-gp"]["gain_share"]["2"] > agents["random"]["gain_share"]["2"]
     assert agents["two-way-gp"]["gain_share"]["2"] > agents["best-on-average"]["gain_share"]["1"]
+
+
+def test_a_split_is_judged_by_who_knows_the_earlier_ones() -> None:
+    table = ("resnet", "vit", "convnext", "gpt", "ssd", "mine")
+    (fold,) = folds(table, "validation")
+    assert fold == Fold(("convnext",), ("convnext", "gpt", "ssd"))
+    (fold,) = folds(table, "test")
+    assert fold == Fold(("gpt", "ssd"), ("gpt", "ssd"))
+    assert [f.hidden for f in folds(table)] == [(family,) for family in table]
+    with pytest.raises(InputError, match="choose validation or test"):
+        folds(table, "train")
+    with pytest.raises(InputError, match="0 families"):
+        folds(("resnet",), "test")
+
+
+def test_evaluation_of_a_split_judges_its_families_alone() -> None:
+    made = synthetic.table()
+    names = dict(zip(made.families, ("resnet", "vit", "convnext", "gpt"), strict=True))
+    cards = tuple(replace(card, family=names[card.family]) for card in made.models)
+    found = evaluate(replace(made, models=cards), ("best-on-average",), seeds=1, split="test")
+    assert found["split"] == "test"
+    assert {row["family"] for row in found["models"]} == {"gpt"}
+
+
+def test_training_families_are_those_of_the_named_splits() -> None:
+    table = ("resnet", "convnext", "gpt", "mine")
+    assert later_families(table, "") == ()
+    assert later_families(table, "train") == ("convnext", "gpt")
+    assert later_families(table, "train,validation") == ("gpt",)
+    with pytest.raises(InputError, match="split 'tests'"):
+        later_families(table, "tests")
