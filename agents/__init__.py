@@ -25,12 +25,13 @@ AGENTS: dict[str, str] = {
     "knn": "routes by their mean gain over the most similar models",
     "coreset": "complementary routes, ordered by predicted value",
     "two-way-gp": "greedy on the surrogate over models and routes",
+    "greedy": "greedy on the same surrogate, weighed by what happened on models alike",
     "thompson": "Thompson sampling on the same surrogate",
     "ppo": "the learned policy on the same surrogate",
 }
 
 #: Agents that learn from a route table.
-NEEDS_TABLE = frozenset({"best-on-average", "knn", "coreset", "two-way-gp", "thompson"})
+NEEDS_TABLE = frozenset({"best-on-average", "knn", "coreset", "two-way-gp", "greedy", "thompson"})
 
 
 def make_factory(
@@ -87,7 +88,12 @@ def _from_table(name: str, replay: Replay) -> AgentFactory:
     if name == "coreset":
         return transfer.coreset(replay)
     surrogate = Surrogate(replay)
-    return believer.thompson(surrogate) if name == "thompson" else believer.two_way_gp(surrogate)
+    make = {
+        "two-way-gp": believer.two_way_gp,
+        "greedy": believer.greedy,
+        "thompson": believer.thompson,
+    }
+    return make[name](surrogate)
 
 
 def make_agent(

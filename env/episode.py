@@ -23,8 +23,13 @@ Floats = NDArray[np.float64]
 #: Rows laid out at each step.
 ROWS = 16
 
-#: Of these, rows by expected feasible improvement; the rest by optimism, popularity and chance.
-GREEDY_ROWS, OPTIMISTIC_ROWS, POPULAR_ROWS = 9, 3, 2
+#: Of these, rows by expected feasible improvement, the same weighed by precedent, optimism, mean
+#: gain on models alike and on all; the rest by chance.
+GREEDY_ROWS, PROMISING_ROWS, OPTIMISTIC_ROWS, NEAR_ROWS, POPULAR_ROWS = 6, 4, 2, 2, 1
+
+#: What an improvement without precedent keeps, and how much precedent weighs: of the exponents 0.3,
+#: 1, 3 and 10 the first did best (docs/experiments.md).
+NO_PRECEDENT, PRECEDENT_WEIGHT = 1e-3, 0.3
 
 #: What a row says of its candidate: name and meaning.
 ROW_FEATURES: tuple[tuple[str, str], ...] = (
@@ -41,7 +46,10 @@ ROW_FEATURES: tuple[tuple[str, str], ...] = (
     ("strong", "strong knobs changed from the default, over 4"),
     ("moved", "knobs changed from the best so far, over 4"),
     ("evidence", "share of the prior variance that this run's outcomes removed"),
-    ("popularity", "mean gain over the training models"),
+    ("popularity", "mean gain over the training models at this limit"),
+    ("near", "the same, the models weighed by their likeness to this one"),
+    ("promise", "how much of the best improvement, weighed by what happened on models alike"),
+    ("wins", "weighted share of those models on which it was accurate and faster"),
     ("seconds", "log10 of expected build seconds, over 2"),
 )
 
@@ -114,6 +122,9 @@ class Episode:
         self._changed = changed.sum(axis=1) / 4
         self._strong_changed = (changed & strong).sum(axis=1) / 4
         self._moved = self._changed
+        self._popularity = belief.precedents.common(tolerance)
+        self._near = belief.precedents.near(tolerance)
+        self._wins = belief.precedents.wins(tolerance)
         self._seconds = np.log10(np.maximum(belief.seconds, 0.01)) / 2
 
     @property
@@ -154,7 +165,8 @@ class Episode:
         feasible = chance_below(math.log10(self.tolerance), loss.mean, loss_sd)
         improvement = feasible * expected_excess(over, sd)
         optimism = feasible * (over + sd)
-        places = self._lay_out(improvement, optimism)
+        promise = self.promise(improvement)
+        places = self._lay_out(improvement, promise, optimism)
         used = len(places)
         top = max(float(improvement[places].max(initial=0.0)), 1e-9)
         columns = (
@@ -171,7 +183,10 @@ class Episode:
             self._strong_changed,
             self._moved,
             1 - (sd / belief.prior_sd) ** 2,
-            belief.popularity,
+            self._popularity,
+            self._near,
+            promise / max(float(promise[places].max(initial=0.0)), 1e-9),
+            self._wins,
             self._seconds,
         )
         rows = np.zeros((ROWS, len(ROW_FEATURES)), np.float32)
@@ -185,7 +200,12 @@ class Episode:
         padded[:used] = places
         return Observation(rows, context, mask, padded)
 
-    def _lay_out(self, improvement: Floats, optimism: Floats) -> NDArray[np.int64]:
+    def promise(self, improvement: Floats) -> Floats:
+        """Expected improvements weighed by what the routes did on models alike."""
+        found: Floats = improvement * (NO_PRECEDENT + self._near) ** PRECEDENT_WEIGHT
+        return found
+
+    def _lay_out(self, improvement: Floats, promise: Floats, optimism: Floats) -> NDArray[np.int64]:
         """Untried routes worth a row, best first; each once."""
         free = (~self._tried).nonzero()[0]
         if len(free) <= ROWS:
@@ -194,8 +214,10 @@ class Episode:
         taken = self._tried.copy()
         for score, count in (
             (improvement, GREEDY_ROWS),
+            (promise, PROMISING_ROWS),
             (optimism, OPTIMISTIC_ROWS),
-            (self.belief.popularity, POPULAR_ROWS),
+            (self._near, NEAR_ROWS),
+            (self._popularity, POPULAR_ROWS),
         ):
             best = np.where(taken, np.inf, -score).argsort(kind="stable")[:count]
             taken[best] = True

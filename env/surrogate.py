@@ -23,6 +23,7 @@ from scipy.special import ndtr
 
 from routepilot.env.backends.recorded import LOST, ModelReplay, Replay, noise_of
 from routepilot.env.outcomes import Outcome
+from routepilot.env.precedents import Precedents, PrecedentTable
 from routepilot.env.routes import Catalog, Route
 
 Floats = NDArray[np.float64]
@@ -179,7 +180,7 @@ class Belief:
         loss: Log10 of the loss.
         codes: The routes as value numbers (`encode`), shape (routes, knobs).
         seconds: Expected seconds of building and measuring.
-        popularity: Mean gain of each route over the training models; 0 for unknown routes.
+        precedents: What they did on the training models.
         prior_sd: Standard deviations of the speed before any observation.
     """
 
@@ -187,7 +188,7 @@ class Belief:
     loss: Signal
     codes: NDArray[np.int64]
     seconds: Floats
-    popularity: Floats
+    precedents: Precedents
     prior_sd: Floats = field(init=False)
 
     def __post_init__(self) -> None:
@@ -196,7 +197,7 @@ class Belief:
     def copy(self) -> Belief:
         """An independent copy, for an episode."""
         return Belief(
-            self.speed.copy(), self.loss.copy(), self.codes, self.seconds, self.popularity
+            self.speed.copy(), self.loss.copy(), self.codes, self.seconds, self.precedents
         )
 
     def only(self, places: NDArray[np.int64]) -> Belief:
@@ -207,7 +208,7 @@ class Belief:
             Signal(self.loss.mean[places], self.loss.cov[grid]),
             self.codes[places],
             self.seconds[places],
-            self.popularity[places],
+            self.precedents.only(places),
         )
 
     def observe(self, place: int, outcome: Outcome, loss: float) -> None:
@@ -271,10 +272,8 @@ class Surrogate:
         self._features = self._standard(features)
         self._relevance = relevance(self._features, self.models)
         self._priors: dict[str, Belief] = {}
-        place: dict[Route, int] = {}
-        for model in self.models:
-            for route in model.routes:
-                place.setdefault(route, len(place))
+        self._precedents = PrecedentTable(self.models)
+        place = self._precedents.places
         self._places = [np.array([place[r] for r in m.routes], int) for m in self.models]
         self._codes = encode(self.catalog, list(place))
         self._routes_alike = route_likeness(self.catalog, self._codes, self._codes, self.kernel)
@@ -295,20 +294,21 @@ class Surrogate:
             routes: Candidate routes, of the table or not.
         """
         codes = encode(self.catalog, routes)
-        likeness = self._likeness(features)
+        alike = self._feature_likeness(features)
+        likeness = self.kernel.shared + self.kernel.alike * alike
         own = self.kernel.shared + self.kernel.alike + self.kernel.own
         prior = own * route_likeness(self.catalog, codes, codes, self.kernel)
         cross = route_likeness(self.catalog, self._codes, codes, self.kernel)
         speed = self._speed.posterior(likeness, cross, prior)
         loss = self._loss.posterior(likeness, cross, prior)
-        seconds, popularity = self._averages
+        seconds = self._seconds
         mean_seconds = float(np.mean(list(seconds.values()))) if seconds else 1.0
         return Belief(
             speed,
             loss,
             codes,
             np.array([seconds.get(r, mean_seconds) for r in routes]),
-            np.array([popularity.get(r, 0.0) for r in routes]),
+            self._precedents.of(routes, alike),
         )
 
     def prior(self, model: ModelReplay) -> Belief:
@@ -320,21 +320,17 @@ class Surrogate:
         return found
 
     @cached_property
-    def _averages(self) -> tuple[dict[Route, float], dict[Route, float]]:
-        seconds: dict[Route, list[float]] = {}
-        gains: dict[Route, list[float]] = {}
+    def _seconds(self) -> dict[Route, float]:
+        """Mean build and measure seconds of each route."""
+        found: dict[Route, list[float]] = {}
         for model in self.models:
             for place, route in enumerate(model.routes):
-                seconds.setdefault(route, []).append(float(model.build_seconds[place]))
-                gains.setdefault(route, []).append(float(model.gain[place]))
-        return (
-            {route: float(np.mean(values)) for route, values in seconds.items()},
-            {route: float(np.mean(values)) for route, values in gains.items()},
-        )
+                found.setdefault(route, []).append(float(model.build_seconds[place]))
+        return {route: float(np.mean(values)) for route, values in found.items()}
 
     def nearest(self, features: Sequence[float], count: int = 3) -> list[tuple[str, float]]:
         """Training models that speak most for a new one: name and likeness."""
-        likeness = self._feature_kernel(self._standard(np.array([features]))[0])
+        likeness = self._feature_likeness(features)
         order = np.argsort(-likeness)[:count]
         return [(self.models[i].card.name, float(likeness[i])) for i in order]
 
@@ -345,13 +341,11 @@ class Surrogate:
         distance = (self._features - one) ** 2 @ self._relevance
         return np.asarray(np.exp(-distance / (2 * self.kernel.width**2)))
 
-    def _likeness(self, features: Sequence[float] | None) -> Floats:
-        """Covariance of a new model with each training model."""
-        shared = np.full(len(self.models), self.kernel.shared)
+    def _feature_likeness(self, features: Sequence[float] | None) -> Floats:
+        """Likeness of a new model with each training model, in 0..1; 0 when nothing is known."""
         if features is None:
-            return shared
-        one = self._standard(np.array([features], dtype=float))[0]
-        return shared + self.kernel.alike * self._feature_kernel(one)
+            return np.zeros(len(self.models))
+        return self._feature_kernel(self._standard(np.array([features], dtype=float))[0])
 
     def _condition(self, values: list[Floats], noises: list[Floats]) -> _Conditioned:
         kernel = self.kernel

@@ -32,7 +32,7 @@ from routepilot.training.manifest import package_versions
 from routepilot.training.session import Say, silent
 
 #: Budgets at which a policy is scored.
-BUDGETS = (1, 2, 4, 8)
+BUDGETS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class TrainConfig:
     #: Prices of an average build that episodes draw from, in log speed-up.
     prices: tuple[float, float] = (0.002, 0.01)
     #: Budgets that episodes draw from.
-    budgets: tuple[int, int] = (2, 10)
+    budgets: tuple[int, int] = (2, 16)
     #: Least share of a model's routes that an episode offers.
     share: float = 0.6
     #: Limits of the relative L2 error that episodes draw from.
@@ -176,7 +176,7 @@ def train(
     )
     net = model.policy.net
     _warm_start(net, courses, config, say)
-    best = _Best(net, courses[0])
+    best = _Best(net, courses)
     say(f"after imitation ({time.monotonic() - start:.0f} s): {best.text()}")
     stopped = _improve(model, best, config, start, say)
     seconds = time.monotonic() - start
@@ -290,16 +290,20 @@ def _warm_start(
 
 
 class _Best:
-    """The best weights so far, by share of the oracle's gain over budgets."""
+    """The best weights so far, by share of the oracle's gain over budgets and limits."""
 
-    def __init__(self, net: Any, course: RouteSelectionEnv) -> None:
+    def __init__(self, net: Any, courses: Sequence[RouteSelectionEnv]) -> None:
         self._net = net
-        self._env = RouteSelectionEnv(
-            course.replay.table,
-            course.replay.gate,
-            replace(course.randomness, noise=False, share=1.0, budgets=(8, 8), prices=(0.005,) * 2),
-            course.surrogates,
-        )
+        budget = max(BUDGETS)
+        self._envs = [
+            RouteSelectionEnv(
+                course.replay.table,
+                course.replay.gate,
+                Randomness((budget, budget), (0.005, 0.005), noise=False, share=1.0),
+                course.surrogates,
+            )
+            for course in courses
+        ]
         self.shares: dict[int, float] = {}
         self.builds = 0.0
         self.value = -1.0
@@ -312,21 +316,28 @@ class _Best:
 
         weights = ppo.weights_of(self._net)
         network = Network(weights)
+        # One limit alone would decide by the luck of a model or two.
+        scores = [self._score(env, network) for env in self._envs]
+        shares, mean_builds = scores[0]
+        value = float(np.mean([np.mean(list(s.values())) - 0.005 * b for s, b in scores]))
+        if value > self.value:
+            self.value, self.shares, self.builds = value, shares, mean_builds
+            self.weights = {name: array.copy() for name, array in weights.items()}
+        return value
+
+    @staticmethod
+    def _score(env: RouteSelectionEnv, network: Network) -> tuple[dict[int, float], float]:
+        """Share of the oracle's gain by budget, and mean builds before the stop."""
         found = {budget: 0.0 for budget in BUDGETS}
         oracle, builds = 0.0, 0
-        for model in self._env.replay:
-            gains, used = play(self._env, network, model.card.name, max(BUDGETS))
+        for model in env.replay:
+            gains, used = play(env, network, model.card.name, max(BUDGETS))
             oracle += model.oracle
             builds += used
             for budget in BUDGETS:
                 found[budget] += gains[budget - 1]
         shares = {budget: gain / max(oracle, 1e-9) for budget, gain in found.items()}
-        mean_builds = builds / len(self._env.replay.models)
-        value = float(np.mean(list(shares.values()))) - 0.005 * mean_builds
-        if value > self.value:
-            self.value, self.shares, self.builds = value, shares, mean_builds
-            self.weights = {name: array.copy() for name, array in weights.items()}
-        return value
+        return shares, builds / len(env.replay.models)
 
     def text(self) -> str:
         """The best shares, for people."""

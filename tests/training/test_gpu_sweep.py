@@ -19,7 +19,7 @@ from routepilot.env.models import Model, prepare
 from routepilot.env.outcomes import Status
 from routepilot.env.routes import DEFAULT_ROUTE
 from routepilot.env.tables import load_table, merge_tables
-from routepilot.training.cli_corpus import records_app
+from routepilot.training.cli_records import records_app
 from routepilot.training.gpu_sweep import Step, Sweep, SweepOptions, main, parse, plan_steps
 
 QUICK = TimingPlan(warmup_seconds=0.0, block_seconds=0.001, max_rounds=6)
