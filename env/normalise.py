@@ -7,7 +7,7 @@ Runs no model; knows no backend and no route.
 from __future__ import annotations
 
 import hashlib
-import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,10 @@ def read_model(path: Path) -> onnx.ModelProto:
     from google.protobuf.message import DecodeError
 
     try:
-        size = path.stat().st_size if os.path.isfile(path) else None
+        facts = path.stat()
+        size = facts.st_size if stat.S_ISREG(facts.st_mode) else None
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
+        size = None
     except OSError as error:
         raise ModelError(f"the model file cannot be opened: {error.strerror}") from None
     if size is None:

@@ -50,7 +50,7 @@ class CalmBackend:
         settings = CATALOG.full_settings(route)
         if settings["-do"] == "fail":
             return BuildFailure(Status.BUILD_FAILED, "no tactic")
-        return CalmEngine(settings, self.options)
+        return CalmEngine(settings, self.options, frozenset())
 
 
 def make(options: Mapping[str, str]) -> CalmBackend:

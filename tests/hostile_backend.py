@@ -75,13 +75,23 @@ def offering(deeds: Iterable[str]) -> Catalog:
 POISONED: list[bool] = []
 
 
-def hostile_model(path: Path) -> Path:
-    """Write the ONNX model whose outputs the backend computes."""
+def hostile_model(path: Path, relus: int = 1) -> Path:
+    """Write the ONNX model whose outputs the backend computes.
+
+    More than one `relus` compute the same, and make another model of it.
+    """
     from onnx import TensorProto, checker, helper, save
 
     names = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 8]) for name in "xyz"}
     graph = helper.make_graph(
-        [helper.make_node("Add", ["x", "x"], ["y"]), helper.make_node("Relu", ["x"], ["z"])],
+        [
+            helper.make_node("Add", ["x", "x"], ["y"]),
+            *(
+                helper.make_node("Relu", [f"z{i}" if i else "x"], [f"z{i + 1}"])
+                for i in range(relus - 1)
+            ),
+            helper.make_node("Relu", [f"z{relus - 1}" if relus > 1 else "x"], ["z"]),
+        ],
         "hostile",
         [names["x"]],
         [names["y"], names["z"]],

@@ -235,7 +235,6 @@ def test_eight_simulated_hours_leave_memory_and_files_flat(tmp_path: Path) -> No
     from routepilot.training.tune import tune
 
     builds = size("long_builds", 240, 2_400)
-    model = prepare(hostile_backend.hostile_model(tmp_path / "m.onnx"), cache=tmp_path / "c")
     deeds = "nan shape inaccurate fail refuse run_raise overfit".split()
     process, original, whole = psutil.Process(), worker.Child, hostile_backend.CATALOG
     worker.Child = NearChild  # type: ignore[misc,assignment]
@@ -243,13 +242,12 @@ def test_eight_simulated_hours_leave_memory_and_files_flat(tmp_path: Path) -> No
     seen: list[tuple[int, int, int]] = []
     try:
         for run in range(builds // 60):
+            # Another model each time: nothing is answered from the store.
+            file = hostile_backend.hostile_model(tmp_path / "m.onnx", relus=run + 1)
             tune(
-                model, backend="hostile_backend:make", agent="random", max_builds=60, seed=run,
-                out=tmp_path / "out",
-                # Another seed is another target: nothing is answered from the store.
-                config=SessionConfig(
-                    options={"run": str(run)}, plan=TimingPlan(block_seconds=0.01)
-                ),
+                prepare(file, cache=tmp_path / "c"), backend="hostile_backend:make", agent="random",
+                max_builds=60, seed=run, out=tmp_path / "out",
+                config=SessionConfig(plan=TimingPlan(block_seconds=0.01)),
             )  # fmt: skip
             size_now = (tmp_path / "out" / "records.sqlite").stat().st_size
             seen.append((process.memory_info().rss, process.num_fds(), size_now))
