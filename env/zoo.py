@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from routepilot.env import zoo_inputs as make
 from routepilot.env.errors import InputError, MissingExtraError
@@ -203,8 +204,7 @@ def load_model(name: str, cache: Path | None = None) -> Model:
     missing = available(wanted)
     if missing is not None:
         raise MissingExtraError(f"model {name} is not available here: {missing}")
-    seed = [SEED, *name.encode()]
-    sets = [input_set(np.random.default_rng([*seed, i]), wanted.inputs) for i in range(SETS)]
+    sets = input_sets(wanted)
     if wanted.package:
         file = _packaged_file(wanted)
         assert file is not None
@@ -213,6 +213,17 @@ def load_model(name: str, cache: Path | None = None) -> Model:
         file = Path(folder) / f"{name}.onnx"
         _export(wanted, file)
         return prepare(file, name=name, shapes=wanted.shapes, inputs=sets, cache=cache)
+
+
+def input_sets(wanted: ZooEntry) -> list[dict[str, NDArray[np.generic]]]:
+    """The entry's input sets, the same everywhere."""
+    seed = [SEED, *wanted.name.encode()]
+    return [input_set(np.random.default_rng([*seed, i]), wanted.inputs) for i in range(SETS)]
+
+
+def example_inputs(wanted: ZooEntry) -> dict[str, NDArray[np.generic]]:
+    """The input set that an architecture is warmed and exported with."""
+    return input_set(np.random.default_rng([SEED, 0]), wanted.inputs)
 
 
 def export(names: Sequence[str], out: Path, hear: Callable[[str], None]) -> list[Path]:
@@ -306,8 +317,7 @@ def _export(wanted: ZooEntry, file: Path) -> None:
 
     from routepilot.env import zoo_architectures
 
-    rng = np.random.default_rng([SEED, 0])
-    example = input_set(rng, wanted.inputs)
+    example = example_inputs(wanted)
     names = list(example)
     tensors = [torch.from_numpy(example[name]) for name in names]
     zoo_architectures.export(wanted.path, tensors, names, file)

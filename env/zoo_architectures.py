@@ -31,6 +31,12 @@ def export(name: str, inputs: Sequence[Tensor], names: Sequence[str], path: Path
         names: Their names in the graph.
         path: File to write.
     """
+    model = make(name, inputs)
+    write_onnx(model, inputs, names, ["output"], path)
+
+
+def make(name: str, inputs: Sequence[Tensor]) -> nn.Module:
+    """An architecture ready to run: seeded weights, batch statistics warmed with the inputs."""
     torch.manual_seed(0)
     model = ARCHITECTURES[name]()
     _scale(model)
@@ -38,7 +44,17 @@ def export(name: str, inputs: Sequence[Tensor], names: Sequence[str], path: Path
     with torch.no_grad():
         for _ in range(WARM_PASSES):
             model(*inputs)
-    model.eval()
+    return model.eval()
+
+
+def write_onnx(
+    model: nn.Module | torch.export.ExportedProgram,
+    inputs: Sequence[Tensor],
+    names: Sequence[str],
+    outputs: Sequence[str],
+    path: Path,
+) -> None:
+    """Write a module or an exported program as an ONNX file with these names, quietly."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -48,7 +64,7 @@ def export(name: str, inputs: Sequence[Tensor], names: Sequence[str], path: Path
                 tuple(inputs),
                 str(path),
                 input_names=list(names),
-                output_names=["output"],
+                output_names=list(outputs),
                 opset_version=18,
                 dynamo=True,
                 external_data=False,

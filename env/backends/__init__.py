@@ -16,6 +16,7 @@ BACKENDS = {
     "cpu": "ONNX Runtime and OpenVINO on the CPU, one catalog",
     "onnxruntime": "ONNX Runtime on the CPU alone",
     "openvino": "OpenVINO on the CPU alone",
+    "inductor": "torch.compile's compiler, ahead of time, on a CPU or an NVIDIA GPU",
     "tensorrt": "TensorRT's build routes, builder levers and precisions; needs an NVIDIA GPU",
     "tensorrt_rtx": "TensorRT-RTX, whose compiler needs no GPU; experimental",
 }
@@ -42,6 +43,10 @@ def load_backend(name: str, options: Mapping[str, str] | None = None) -> Backend
         return made
     if name not in BACKENDS:
         raise InputError(f"backend {name!r} does not exist; there is: {', '.join(BACKENDS)}")
+    if name == "inductor":
+        from routepilot.env.backends.inductor import InductorBackend
+
+        return InductorBackend(options)
     if name.startswith("tensorrt"):
         from routepilot.env.backends.tensorrt import TensorRtBackend
 
