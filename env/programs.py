@@ -12,6 +12,7 @@ wrote, and always in a child process (`python -m routepilot.env.programs`).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepilot.env.errors import MissingExtraError, ModelError
+from routepilot.env.inputs import hash_sets
 from routepilot.env.models import (
     PROGRAM,
     REFERENCE_SECONDS,
@@ -65,7 +67,13 @@ def prepare_program(
     """
     if not path.is_file():
         raise ModelError(f"program {str(path)!r} does not exist; give a file of torch.export.save")
-    return _prepare(["file", str(path.absolute())], name or path.stem, inputs, seed, cache)
+    title = name or path.stem
+    sets = [{k: np.asarray(v) for k, v in one.items()} for one in inputs or ()]
+    text = f"{_digest(path)} {hash_sets(sets) if sets else seed} {title}"
+    known = cache_folder(cache) / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}-program"
+    if is_bundle(known):
+        return Model.load(known)
+    return _prepare(["file", str(path.absolute())], title, sets or None, seed, cache, known)
 
 
 def prepare_zoo_program(name: str, cache: Path | None = None) -> Model:
@@ -87,7 +95,18 @@ def prepare_zoo_program(name: str, cache: Path | None = None) -> Model:
     missing = zoo.available(wanted)
     if missing is not None:
         raise MissingExtraError(f"model {name} is not available here: {missing}")
-    return _prepare(["zoo", name], name, zoo.input_sets(wanted), 0, cache)
+    return _prepare(["zoo", name], name, zoo.input_sets(wanted), 0, cache, None)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise ModelError(f"program {str(path)!r} cannot be read: {error}") from None
+    return digest.hexdigest()
 
 
 def read_program(path: Path) -> ExportedProgram:
@@ -118,6 +137,7 @@ def _prepare(
     inputs: Sequence[Mapping[str, NDArray[np.generic]]] | None,
     seed: int,
     cache: Path | None,
+    target: Path | None,
 ) -> Model:
     place = cache_folder(cache)
     with tempfile.TemporaryDirectory(dir=place, prefix=".program-") as draft:
@@ -126,7 +146,7 @@ def _prepare(
         base = prepare(
             folder / "model.onnx", name=title, inputs=inputs, seed=seed, cache=folder / "plain"
         )
-        target = place / f"{base.folder.name}-program"
+        target = target or place / f"{base.folder.name}-program"
         if is_bundle(target):
             return Model.load(target)
         shutil.move(folder / PROGRAM, base.folder / PROGRAM)

@@ -197,8 +197,8 @@ class Sweep:
         done = len(known.get(DEFAULT_ROUTE, ()))
         for number in range(max(1, done), self.options.controls + 1):
             # The first beside the first routes, the others spread, so that each has neighbours.
-            place = round(len(steps) * (number - 1) / max(1, self.options.controls))
-            steps.insert(min(len(steps), max(place, number - 1)), (DEFAULT_ROUTE, number))
+            at = round(len(steps) * (number - 1) / max(1, self.options.controls))
+            steps.insert(min(len(steps), max(at, number - 1)), (DEFAULT_ROUTE, number))
         if steps:
             steps.insert(0, (DEFAULT_ROUTE, 0))
         try:
