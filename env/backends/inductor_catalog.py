@@ -317,8 +317,8 @@ def surroundings(device: str) -> tuple[Knob, ...]:
         ),
         Knob(
             BLAS,
-            ("cublas", "cublaslt"),
-            "cublas",
+            ("default", "cublas", "cublaslt"),
+            "default",
             "Library of the matrix products that Inductor does not write itself.",
             ("algorithm",),
         ),
