@@ -150,7 +150,9 @@ def _one_benchmark_at_a_time(path: str) -> None:
 def _failure(error: BaseException) -> dict[str, Any]:
     text = f"{type(error).__name__}: {error}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    words = " ".join(" ".join(lines[:2]).split())[:300]
+    # A C++ compiler's own words stand far below its command line.
+    telling = [line for line in lines if " error: " in line][:1]
+    words = " ".join(" ".join([*lines[:1], *(telling or lines[1:2])]).split())[:300]
     memory = isinstance(error, MemoryError) or "out of memory" in text.lower()
     return {"status": "out_of_memory" if memory else "build_failed", "reason": words}
 

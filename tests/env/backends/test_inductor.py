@@ -30,7 +30,7 @@ from routepilot.env.backends.conformance import (  # noqa: E402
     legal_changes_end_well,
 )
 from routepilot.env.backends.inductor import InductorBackend  # noqa: E402
-from routepilot.env.backends.inductor_build import package_hash  # noqa: E402
+from routepilot.env.backends.inductor_build import _failure, package_hash  # noqa: E402
 from routepilot.env.backends.inductor_package import (  # noqa: E402
     PACKAGE,
     RESULT,
@@ -248,6 +248,13 @@ def test_pauses_are_not_build_time(tmp_path: Path) -> None:
     build.pauses += [(time.time() - 50, 40.0), (time.time() + 5, 30.0)]
     assert build.seconds() == pytest.approx(60, abs=2)
     process.wait()
+
+
+def test_a_compiler_error_is_told_by_its_own_words() -> None:
+    text = "C++ compile error\n\nCommand:\ng++ a.cpp\n\nOutput:\na.cpp:3:1: error: no such thing"
+    told = _failure(RuntimeError(text))
+    assert "no such thing" in told["reason"] and "\n" not in told["reason"]
+    assert _failure(RuntimeError("CUDA out of memory."))["status"] == "out_of_memory"
 
 
 def _archive(path: Path, **files: str) -> Path:
