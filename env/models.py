@@ -47,6 +47,9 @@ from routepilot.env.normalise import (
 if TYPE_CHECKING:
     import onnx
 
+#: File of a model's PyTorch program, in the folders that have one (`programs.py` makes them).
+PROGRAM = "program.pt2"
+
 #: Longest reference run, seconds; one thread and no optimisations.
 REFERENCE_SECONDS = 600
 
@@ -73,6 +76,12 @@ class Model:
     def path(self) -> Path:
         """The normalised ONNX file."""
         return self.folder / "model.onnx"
+
+    @property
+    def program(self) -> Path | None:
+        """The PyTorch program beside the ONNX file, or None."""
+        place = self.folder / PROGRAM
+        return place if place.is_file() else None
 
     def selection(self) -> list[InputSet]:
         """Input sets that a search decides on."""
@@ -166,7 +175,7 @@ def prepare(
     sets = given or generate(proto, specs, seed, SELECTION_SETS + CONFIRMATION_SETS)
     for one in sets:
         check_set(one, specs)
-    place = _cache_folder(cache) / f"{fingerprint[:16]}-{hash_sets(sets)[:8]}"
+    place = cache_folder(cache) / f"{fingerprint[:16]}-{hash_sets(sets)[:8]}"
     title = name or path.stem
     if is_bundle(place):
         known = Model.load(place)
@@ -178,7 +187,12 @@ def prepare(
     return _make_bundle(proto, place, title, fingerprint, specs, sets)
 
 
-def _cache_folder(cache: Path | None) -> Path:
+def cache_folder(cache: Path | None) -> Path:
+    """The folder of prepared models, made if need be; the user's when None.
+
+    Raises:
+        ModelError: It cannot be made.
+    """
     from platformdirs import user_cache_dir
 
     folder = cache or Path(user_cache_dir("routepilot")) / "models"

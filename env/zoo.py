@@ -15,8 +15,10 @@ from functools import lru_cache
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from routepilot.env.errors import InputError, MissingExtraError
 from routepilot.env.models import Model, prepare
@@ -24,6 +26,10 @@ from routepilot.env.zoo_entries import ENTRIES as ENTRIES
 from routepilot.env.zoo_entries import VARIANTS as VARIANTS
 from routepilot.env.zoo_entries import ZooEntry as ZooEntry
 from routepilot.env.zoo_entries import families_of as families_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 #: Fixed seed of every corpus input.
 SEED = 20261201
@@ -91,8 +97,7 @@ def load_model(name: str, cache: Path | None = None) -> Model:
     missing = available(wanted)
     if missing is not None:
         raise MissingExtraError(f"model {name} is not available here: {missing}")
-    seed = [SEED, *name.encode()]
-    sets = [wanted.draw(np.random.default_rng([*seed, i])) for i in range(SETS)]
+    sets = input_sets(wanted)
     if wanted.package:
         file = _packaged_file(wanted)
         assert file is not None
@@ -101,6 +106,12 @@ def load_model(name: str, cache: Path | None = None) -> Model:
         file = Path(folder) / f"{name}.onnx"
         _export(wanted, file)
         return prepare(file, name=name, shapes=wanted.shapes, inputs=sets, cache=cache)
+
+
+def input_sets(wanted: ZooEntry) -> list[Mapping[str, NDArray[np.generic]]]:
+    """The entry's input sets, the same everywhere."""
+    seed = [SEED, *wanted.name.encode()]
+    return [wanted.draw(np.random.default_rng([*seed, i])) for i in range(SETS)]
 
 
 def export(names: Sequence[str], out: Path, hear: Callable[[str], None]) -> list[Path]:
@@ -237,7 +248,8 @@ def _packaged_file(wanted: ZooEntry) -> Path | None:
     return None
 
 
-def _export(wanted: ZooEntry, file: Path) -> None:
+def definition(wanted: ZooEntry) -> tuple[nn.Module, list[torch.Tensor]]:
+    """A model that is defined here, ready to run, and the inputs it is exported with."""
     import torch
 
     from routepilot.env import zoo_export
@@ -249,6 +261,14 @@ def _export(wanted: ZooEntry, file: Path) -> None:
     # A variant's statistics are its model's, so that both have the same weights.
     base = entry(wanted.variant_of) if wanted.variant_of else wanted
     weights = zoo_export.weights_file(wanted.path) if wanted.trained else None
-    warm = None if wanted.trained else tensors(base)
-    names = list(wanted.shapes)
-    zoo_export.export(wanted.path, tensors(wanted), names, file, warm=warm, weights=weights)
+    warm = () if wanted.trained else tensors(base)
+    return zoo_export.make(wanted.path, warm, weights), tensors(wanted)
+
+
+def _export(wanted: ZooEntry, file: Path) -> None:
+    from routepilot.env import zoo_export
+
+    model, inputs = definition(wanted)
+    zoo_export.write_onnx(
+        model, inputs, list(wanted.shapes), zoo_export.outputs(model, inputs), file
+    )

@@ -41,24 +41,13 @@ DEFINITIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def export(
-    name: str,
-    inputs: Sequence[Tensor],
-    names: Sequence[str],
-    path: Path,
-    *,
-    warm: Sequence[Tensor] | None = None,
-    weights: Path | None = None,
-) -> None:
-    """Export an architecture as ONNX.
+def make(name: str, warm: Sequence[Tensor], weights: Path | None = None) -> nn.Module:
+    """A definition ready to run.
 
     Args:
         name: Key of `DEFINITIONS`.
-        inputs: Example inputs.
-        names: Their names in the graph.
-        path: File to write.
-        warm: Inputs that warm batch statistics where weights are random; `inputs` when None.
-        weights: File of trained weights; None for random ones.
+        warm: Inputs that warm batch statistics where weights are random.
+        weights: File of trained weights; None for random ones, the same everywhere.
     """
     torch.manual_seed(0)
     model = DEFINITIONS[name]()
@@ -66,13 +55,25 @@ def export(
         load_weights(model, weights)
     else:
         _scale(model)
-        _warm(model, warm or inputs)
-    model.eval()
+        _warm(model, warm)
+    return model.eval()
+
+
+def outputs(model: nn.Module, inputs: Sequence[Tensor]) -> list[str]:
+    """Names for a model's outputs."""
     with torch.no_grad():
         found = model(*inputs)
-    outputs = (
-        ["output"] if isinstance(found, Tensor) else [f"output_{i}" for i in range(len(found))]
-    )
+    return ["output"] if isinstance(found, Tensor) else [f"output_{i}" for i in range(len(found))]
+
+
+def write_onnx(
+    model: nn.Module | torch.export.ExportedProgram,
+    inputs: Sequence[Tensor],
+    names: Sequence[str],
+    outputs: Sequence[str],
+    path: Path,
+) -> None:
+    """Write a module or an exported program as an ONNX file with these names, quietly."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -82,7 +83,7 @@ def export(
                 tuple(inputs),
                 str(path),
                 input_names=list(names),
-                output_names=outputs,
+                output_names=list(outputs),
                 opset_version=18,
                 dynamo=True,
                 external_data=False,

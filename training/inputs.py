@@ -33,7 +33,7 @@ class NamedModel:
 def prepare_model(
     text: str, shapes: Sequence[str] | None, inputs: Sequence[Path] | None, seed: int
 ) -> NamedModel:
-    """Prepare `zoo:NAME` or an ONNX file.
+    """Prepare `zoo:NAME`, an ONNX file, or a PyTorch program: `torch:NAME` or a `.pt2` file.
 
     Raises:
         InputError: Anything that cannot be used.
@@ -47,9 +47,25 @@ def prepare_model(
             )
         entry = zoo.entry(text.removeprefix("zoo:"))
         return NamedModel(zoo.load_model(entry.name), entry.family, entry.trained)
+    if text.startswith("torch:") or text.endswith(".pt2"):
+        return _prepare_program(text, shapes, inputs, seed)
     given = dict(parse_shape(item) for item in shapes or ())
     sets = read_input_sets(inputs) if inputs else None
     return NamedModel(prepare(Path(text), shapes=given or None, inputs=sets, seed=seed))
+
+
+def _prepare_program(
+    text: str, shapes: Sequence[str] | None, inputs: Sequence[Path] | None, seed: int
+) -> NamedModel:
+    from routepilot.env import programs, zoo
+
+    if shapes or (inputs and text.startswith("torch:")):
+        raise InputError(f"{text!r} brings its own shapes; drop --shape, and --inputs for torch:")
+    if text.startswith("torch:"):
+        entry = zoo.entry(text.removeprefix("torch:"))
+        return NamedModel(programs.prepare_zoo_program(entry.name), entry.family, entry.trained)
+    sets = read_input_sets(inputs) if inputs else None
+    return NamedModel(programs.prepare_program(Path(text), inputs=sets, seed=seed))
 
 
 def gate_from_options(metric: str, tolerance: float, limits: Sequence[str] | None) -> Gate:

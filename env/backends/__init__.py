@@ -17,6 +17,7 @@ BACKENDS = {
     "onnxruntime": "ONNX Runtime on the CPU alone",
     "openvino": "OpenVINO on the CPU alone",
     "cuda": "ONNX Runtime's CUDA provider, timed under CUDA graphs; needs an NVIDIA GPU",
+    "inductor": "torch.compile's compiler, ahead of time, on a CPU or an NVIDIA GPU",
     "tensorrt": "TensorRT's build routes, builder levers and precisions; needs an NVIDIA GPU",
     "tensorrt_rtx": "TensorRT-RTX, whose compiler needs no GPU; experimental",
 }
@@ -43,6 +44,10 @@ def load_backend(name: str, options: Mapping[str, str] | None = None) -> Backend
         return made
     if name not in BACKENDS:
         raise InputError(f"backend {name!r} does not exist; there is: {', '.join(BACKENDS)}")
+    if name == "inductor":
+        from routepilot.env.backends.inductor import InductorBackend
+
+        return InductorBackend(options)
     if name.startswith("tensorrt"):
         from routepilot.env.backends.tensorrt import TensorRtBackend
 
