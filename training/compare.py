@@ -21,7 +21,7 @@ from routepilot.env.routes import Route
 from routepilot.env.store import RecordStore
 from routepilot.env.tables import load_table
 from routepilot.training.candidates import make_problem
-from routepilot.training.defaults import find_policy, find_table, released_policies
+from routepilot.training.defaults import find_policy, find_table, released_name, released_policies
 from routepilot.training.files import ensure_folder, write_json
 from routepilot.training.inputs import NamedModel
 from routepilot.training.manifest import manifest
@@ -206,16 +206,17 @@ def _sources(
 
     known = loaded = None
     family = ""
+    released = released_name(backend)
     if any(name in NEEDS_TABLE for name in agents):
-        known, family = without_model(load_table(find_table(table or backend)), named)
+        known, family = without_model(load_table(find_table(table or released)), named)
     if "ppo" in agents:
-        if policy is None and backend not in released_policies():
+        if policy is None and released not in released_policies():
             raise PolicyError(f"no policy is released for {backend}; give one with --policy")
-        loaded = load_policy(find_policy(policy or backend))
+        loaded = load_policy(find_policy(policy or released))
         card = loaded.replay.table.card(named.model.fingerprint)
         family = card.family if card is not None else family
         if card is not None:
-            loaded = load_policy(find_policy(policy or backend), without=(family,))
+            loaded = load_policy(find_policy(policy or released), without=(family,))
             say(f"the policy was trained on {named.model.name}: only its surrogate can forget that")
     if family:
         say(f"the family {family} is left out of what agents know, since it is the model's own")

@@ -43,6 +43,15 @@ class Choice:
     policy: LoadedPolicy | None = None
 
 
+#: Released policy and table of backends whose own name they do not bear.
+RELEASED_AS = {"cuda": "h200"}
+
+
+def released_name(backend: str) -> str:
+    """Name of the policy and the table that are released for a backend, if any are."""
+    return RELEASED_AS.get(backend, backend)
+
+
 def checkpoints_folder() -> Path:
     """Folder of released policies and tables, inside the installed package."""
     return Path(str(files("routepilot.checkpoints"))).resolve()
@@ -115,13 +124,15 @@ def choose_agent(session: Session, *, policy: str | None, agent: str | None) -> 
     if agent is not None and agent != "ppo":
         replay = None
         if agent in NEEDS_TABLE:
-            replay = Replay(load_table(find_table(backend)), session.config.gate)
+            table = load_table(find_table(released_name(backend)))
+            replay = Replay(table, session.config.gate)
         return Choice(agent, agent, f"agent {agent}, as asked", replay)
-    if policy is None and backend not in released_policies():
+    released = released_name(backend)
+    if policy is None and released not in released_policies():
         # A random route changes half the knobs at once, of which few are worth a change.
         name = "random" if len(session.catalog.knobs) <= FEW_KNOBS else "recentred"
         return Choice(name, name, f"agent {name}: no policy is released for {backend}")
-    name = policy or backend
+    name = policy or released
     loaded = load_policy(find_policy(name))
     why = "as asked" if policy else f"the released one for the {backend} backend"
     return Choice("ppo", name, f"policy {name}, {why}", policy=loaded)
