@@ -16,6 +16,7 @@ from routepilot.agents.base import AgentFactory, OrderedAgent, Problem
 from routepilot.agents.policy import LoadedPolicy
 from routepilot.agents.sweeps import random_route
 from routepilot.env.episode import ROW_FEATURES, Episode, Observation, loss_of
+from routepilot.env.forecast import Calibration, Forecast, forecast
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import Route
 from routepilot.env.surrogate import Surrogate
@@ -81,6 +82,11 @@ class BelieverAgent(OrderedAgent):
         place, belief = self._places[self._pending], self._episode.belief
         feasible = belief.p_feasible(self.problem.tolerance)[place]
         return float(belief.speed.mean[place]), float(belief.speed.sd[place]), float(feasible)
+
+    def foresee(self, calibration: Calibration) -> list[Forecast]:
+        """The most promising routes as believed now, with calibrated chances."""
+        episode = self._episode
+        return forecast(episode.belief, episode.routes, self.problem.tolerance, calibration)
 
     def expected_gain(self) -> float:
         """See `Expecting`: the largest expected feasible improvement of an untried candidate."""

@@ -24,6 +24,7 @@ from routepilot.env.backends.recorded import Replay
 from routepilot.env.drafts import whole_file
 from routepilot.env.episode import CONTEXT_FEATURES, ROW_FEATURES, ROWS, Observation
 from routepilot.env.errors import PolicyError, TableError
+from routepilot.env.forecast import Calibration
 from routepilot.env.surrogate import Kernel, Surrogate
 from routepilot.env.tables import load_table
 
@@ -105,6 +106,7 @@ class Card:
         steps: Environment steps of training.
         scores: Share of the oracle's gain by budget, and on what models.
         versions: Packages it was trained with.
+        calibration: Curve that brings the chances of a forecast to the frequencies.
         weights_sha256: Hash of the weights file.
         row_features: Names of the row features, in order.
         context_features: Names of the context features, in order.
@@ -123,6 +125,7 @@ class Card:
     steps: int
     scores: Mapping[str, Any]
     versions: Mapping[str, str]
+    calibration: Mapping[str, float] = field(default_factory=lambda: asdict(Calibration()))
     weights_sha256: str = ""
     row_features: tuple[str, ...] = tuple(name for name, _ in ROW_FEATURES)
     context_features: tuple[str, ...] = tuple(name for name, _ in CONTEXT_FEATURES)
@@ -215,6 +218,7 @@ def _read_card(path: Path) -> Card:
             data[name] = tuple(data[name])
         card = Card(**data)
         Kernel(**card.kernel)
+        Calibration(**card.calibration)
         Gate(metric=card.gate["metric"], limit=card.gate["limit"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PolicyError(

@@ -137,7 +137,8 @@ def tune(
 
     Spends a handful of builds. Writes result.json, report.html, the record store and deploy/ (the
     winning model, load.py, manifest.json) into OUT; the same command again continues where it was.
-    Never answers with an engine slower or less accurate than the default.
+    Never answers with an engine slower or less accurate than the default. With
+    --max-builds 0 it builds no route, and says which it would build and why.
 
     Example: routepilot tune model.onnx -o tuned --shape input=1x3x224x224 --max-builds 6
     """
@@ -188,6 +189,8 @@ def tune(
     if json:
         console.print_json(result.as_json())
         return
+    if builds == 0 and result.foreseen:
+        console.print_forecast(result.foreseen)
     if result.is_default:
         console.out.print(
             f"{result.model}: the default route stays ({result.confirmed.note});"

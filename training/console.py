@@ -147,6 +147,24 @@ def print_comparison(title: str, rows: Mapping[str, AgentResult]) -> None:
     )
 
 
+def print_forecast(foreseen: Mapping[str, Any]) -> None:
+    """What a policy expects of a model before any build, and from which models it reasons."""
+    print_table(
+        "before any build",
+        ("route", "accurate and faster", "speed-up if accurate"),
+        [
+            (
+                row["route"],
+                f"{100 * row['chance']:.0f} %",
+                speedup_text(row["speedup"], row["low"], row["high"]),
+            )
+            for row in foreseen["routes"]
+        ],
+    )
+    models = ", ".join(f"{m['name']} ({m['likeness']:.2f})" for m in foreseen["models"])
+    out.print(f"it reasons most from: {models} (likeness, 1 is the same)", markup=False)
+
+
 def print_evaluation(result: Mapping[str, Any]) -> None:
     """The protocol's table: share of the oracle's gain by builds, with intervals."""
     budgets = list(next(iter(result["agents"].values()))["gain_share"])
@@ -164,6 +182,8 @@ def print_evaluation(result: Mapping[str, Any]) -> None:
         ("agent", *budgets, "builds to 95 %", "stops after"),
         rows,
     )
+    error = result["forecast"]["calibration_error"]
+    out.print(f"chances given before any build: expected calibration error {error:.3f}")
 
 
 def print_description(facts: Mapping[str, Any]) -> None:

@@ -25,9 +25,11 @@ from routepilot.agents.base import AgentFactory, Problem, search
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.recorded import ModelReplay, Replay
 from routepilot.env.errors import InputError, MachineError
+from routepilot.env.forecast import calibration_error, held_out_reliability
 from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
 from routepilot.env.routes import Route
+from routepilot.env.surrogate import leave_family_out
 from routepilot.env.tables import save_table
 from routepilot.env.zoo_entries import splits
 from routepilot.training.files import ensure_folder
@@ -258,6 +260,12 @@ def summarise(found: Mapping[str, Sequence[Trace]], seed: int = 0) -> dict[str, 
     }
 
 
+def _forecast_quality(replay: Replay) -> dict[str, Any]:
+    """How well chances given before any build hold, each family unseen."""
+    diagram = held_out_reliability(replay, leave_family_out(replay))
+    return {"calibration_error": calibration_error(diagram), "reliability": diagram}
+
+
 def _bootstrap(gains: Floats, oracle: Floats, rng: np.random.Generator) -> Floats:
     """Shares of redrawn models and seeds."""
     models, seeds = len(gains), len(gains[0])
@@ -325,6 +333,7 @@ def evaluate(
             for m in replay
             if m.card.family in judged
         ],
+        "forecast": _forecast_quality(replay),
         "agents": {agent: summarise(found[agent], seed) for agent in agents},
         "manifest": manifest(seeds=seeds, seed=seed),
     }

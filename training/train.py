@@ -22,6 +22,7 @@ from routepilot.env.accuracy import Gate
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.episode import ROWS
 from routepilot.env.errors import InputError, MissingExtraError
+from routepilot.env.forecast import fit, seen_odds
 from routepilot.env.records import RouteTable
 from routepilot.env.route_env import Randomness, RouteSelectionEnv
 from routepilot.env.surrogate import Kernel, Surrogate, leave_family_out
@@ -192,6 +193,7 @@ def train(
         seed=config.seed,
         steps=int(model.num_timesteps),
         scores=best.scores(),
+        calibration=asdict(fit(*seen_odds(list(courses[0].replay), surrogates, gate.limit))),
         versions=package_versions(),
     )
     path = save_policy(folder, best.weights, card)

@@ -15,9 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepilot.agents import make_agent
-from routepilot.agents.base import Expecting
+from routepilot.agents.base import Agent, Expecting
+from routepilot.agents.believer import BelieverAgent
+from routepilot.agents.policy import LoadedPolicy
 from routepilot.env.accuracy import Gate
 from routepilot.env.errors import InputError, MachineError
+from routepilot.env.forecast import Calibration
 from routepilot.env.models import Model, prepare
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import DEFAULT_ROUTE
@@ -55,6 +58,8 @@ class TuneResult:
         seconds: Wall-clock seconds of the run.
         overhead_seconds: Seconds spent neither building nor measuring.
         trtexec: Command line that builds the answer again in OUT; empty for other compilers.
+        foreseen: What the policy expected before any build: routes with calibrated chances, and the
+            corpus models it reasons from; empty without a policy.
         manifest: What the figures depend on.
         state: `searching` until the answer is confirmed, then `done`.
     """
@@ -70,6 +75,7 @@ class TuneResult:
     seconds: float
     overhead_seconds: float
     trtexec: str = ""
+    foreseen: Mapping[str, object] = field(default_factory=dict)
     manifest: Mapping[str, object] = field(default_factory=dict)
     state: str = "done"
 
@@ -114,6 +120,7 @@ class TuneResult:
             "ended_by": self.search.ended_by,
             "note": self.confirmed.note,
             **({"trtexec": self.trtexec} if self.trtexec else {}),
+            **({"forecast": dict(self.foreseen)} if self.foreseen else {}),
             "trials": [trial_as_json(o) for o in self.search.outcomes],
             "manifest": dict(self.manifest),
         }
@@ -218,6 +225,7 @@ def tune(
             session, choice.agent, max_builds, seed, expression=expression, say=say
         )
         searcher = make_agent(choice.agent, problem, replay=choice.replay, policy=choice.policy)
+        foreseen = _foresee(searcher, choice.policy, session.features)
         say(f"default route of {prepared.name} on {backend}, {threads} thread(s)")
         default = session.default()
         facts = manifest(
@@ -247,6 +255,7 @@ def tune(
                 seconds=seconds,
                 overhead_seconds=seconds - session.worker_seconds,
                 trtexec=build_line(session.catalog.name, settings.options, confirmed.route),
+                foreseen=foreseen,
                 manifest={
                     **facts,
                     **session.stray(),
@@ -286,6 +295,22 @@ def tune(
         deploy.finish(folder, result.as_json())
         write_json(folder / RESULT, result.as_json())
     return result
+
+
+def _foresee(
+    agent: Agent, policy: LoadedPolicy | None, features: Sequence[float]
+) -> dict[str, object]:
+    """What a policy expects before the first build, as plain data."""
+    if policy is None or not isinstance(agent, BelieverAgent):
+        return {}
+    calibration = Calibration(**policy.card.calibration)
+    return {
+        "routes": [route.as_json() for route in agent.foresee(calibration)],
+        "models": [
+            {"name": name, "likeness": likeness}
+            for name, likeness in policy.surrogate.nearest(features)
+        ],
+    }
 
 
 def _noise_floor(session: Session) -> float | None:
