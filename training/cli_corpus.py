@@ -168,6 +168,9 @@ def collect(
     max_seconds: SecondsOpt = None,
     allow: AllowOpt = None,
     controls: Annotated[int, typer.Option(help="Rebuilds of the default a model.")] = 3,
+    neighbours: Annotated[
+        int, typer.Option(help="So many more routes a model, one knob away from its five best.")
+    ] = 0,
     recheck: Annotated[
         int, typer.Option(help="So many of a model's fastest routes are built and timed again.")
     ] = 8,
@@ -184,7 +187,7 @@ def collect(
     again continues. After --max-seconds the table holds what there is. Keep the machine quiet
     meanwhile.
 
-    Example: routepilot collect -o cpu.parquet --models zoo --routes 96 --workers 2
+    Example: routepilot collect -o cpu.parquet --models zoo --routes 128 --neighbours 32 --workers 2
     """
     from routepilot.env.backends import load_backend
     from routepilot.env.tables import save_table
@@ -219,7 +222,7 @@ def collect(
         else lay_out(read_expression(wanted, compiler.catalog()), compiler.catalog(), "collect")
     )
     end = math.inf if max_seconds is None else time.monotonic() + max_seconds
-    total = len(corpus) * (len(plan) + controls + 1)
+    total = len(corpus) * (len(plan) + neighbours + controls + 1)
     stop = threading.Event()
     previous = signal.signal(signal.SIGINT, lambda *_: stop.set())
     try:
@@ -242,6 +245,7 @@ def collect(
                 config,
                 plan,
                 out.parent / f"{out.stem}-work",
+                neighbourhood=collecting.Neighbourhood(count=neighbours),
                 repeats=collecting.Repeats(controls, recheck),
                 cores=tuple(range(workers)) if threads == 1 else (),
                 on_progress=hear,
@@ -255,7 +259,13 @@ def collect(
         store,
         compiler.target().key,
         [entry.model.fingerprint for entry in corpus],
-        {"seed": seed, "routes": len(plan), "controls": controls, "recheck": recheck},
+        {
+            "seed": seed,
+            "routes": len(plan),
+            "neighbours": neighbours,
+            "controls": controls,
+            "recheck": recheck,
+        },
     )
     save_table(table, out)
     if json:

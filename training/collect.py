@@ -62,6 +62,21 @@ class Repeats:
 
 
 @dataclass(frozen=True)
+class Neighbourhood:
+    """What is built around the fastest routes of a model, besides the routes common to all.
+
+    Attributes:
+        centres: How many of the fastest routes are looked around.
+        count: Routes a model that differ from a centre by one knob.
+        limits: Accuracy limits at which routes count as fastest, in turn.
+    """
+
+    centres: int = 5
+    count: int = 0
+    limits: tuple[float, ...] = (1e-2, 3e-2)
+
+
+@dataclass(frozen=True)
 class Progress:
     """One step of a collection.
 
@@ -126,6 +141,7 @@ def collect(
     routes: Sequence[Route],
     workdir: Path,
     *,
+    neighbourhood: Neighbourhood = Neighbourhood(),
     repeats: Repeats = Repeats(),
     cores: Sequence[int] = (0,),
     on_progress: Callable[[Progress], None] | None = None,
@@ -139,6 +155,7 @@ def collect(
         config: Session settings; the gate is replaced by `COLLECT_GATE`.
         routes: Routes common to all models.
         workdir: Folder for transforms and logs.
+        neighbourhood: What is built around a model's fastest routes.
         repeats: What is built and timed more than once.
         cores: Cores to use, one model at a time each. Keep all else quiet.
         on_progress: Hears every step, from any thread.
@@ -163,6 +180,7 @@ def collect(
                     replace(config, gate=COLLECT_GATE, cpu=core),
                     routes,
                     workdir,
+                    neighbourhood,
                     repeats,
                     report,
                     should_stop,
@@ -186,11 +204,12 @@ def _collect_model(
     config: SessionConfig,
     routes: Sequence[Route],
     workdir: Path,
+    around: Neighbourhood,
     plan: Repeats,
     report: Callable[[Progress], None],
     should_stop: Callable[[], bool],
 ) -> None:
-    planned = len(routes) + plan.controls + 1
+    planned = len(routes) + around.count + plan.controls + 1
     with (
         RecordStore(store_path) as store,
         Session(
@@ -206,14 +225,15 @@ def _collect_model(
         try:
             session.default()
             done += 1
-            for route in routes:
+            built = list(routes)
+            for route in itertools.chain(routes, _neighbours(session, built, around)):
                 if should_stop():
                     return
                 fresh = not session.is_known(route)
                 outcome = session.outcome(route)
                 done += 1
                 report(Progress(entry.model.name, done, planned, outcome if fresh else None))
-            for route, repeat in _repeats(session, routes, plan):
+            for route, repeat in _repeats(session, built, plan):
                 if should_stop():
                     return
                 outcome, fresh = session.again(route, repeat)
@@ -223,6 +243,29 @@ def _collect_model(
             report(Progress(entry.model.name, done, planned, error=str(error)))
 
 
+def _neighbours(session: Session, built: list[Route], around: Neighbourhood) -> Iterator[Route]:
+    """Routes one knob away from the fastest of `built`, the centres in turn; `built` grows."""
+    if not around.count:
+        return
+    ranked = [_fastest(session, built, limit) for limit in around.limits]
+    centres = dict.fromkeys(
+        route for rank in itertools.zip_longest(*ranked) for route in rank if route is not None
+    )
+    rng = random.Random(session.model.fingerprint)
+    rings = []
+    for centre in itertools.islice(centres, around.centres):
+        ring = list(session.catalog.neighbours(centre))
+        rng.shuffle(ring)
+        rings.append(ring)
+    known = {DEFAULT_ROUTE, *built}
+    in_turn = dict.fromkeys(
+        route for turn in itertools.zip_longest(*rings) for route in turn if route is not None
+    )
+    for route in itertools.islice((r for r in in_turn if r not in known), around.count):
+        built.append(route)
+        yield route
+
+
 def _repeats(
     session: Session, routes: Sequence[Route], plan: Repeats
 ) -> Iterator[tuple[Route, int]]:
@@ -230,10 +273,15 @@ def _repeats(
     yield from ((DEFAULT_ROUTE, repeat) for repeat in range(1, plan.controls + 1))
     chosen: dict[Route, None] = {}
     for limit in plan.limits:
-        judged = [regate(session.outcome(route), Gate(limit=limit)) for route in routes]
-        faster = sorted((o for o in judged if o.log_speedup > 0), key=lambda o: -o.log_speedup)
-        chosen.update(dict.fromkeys(o.route for o in faster[: plan.best]))
+        chosen.update(dict.fromkeys(_fastest(session, routes, limit)[: plan.best]))
     yield from ((route, 1) for route in chosen)
+
+
+def _fastest(session: Session, routes: Sequence[Route], limit: float) -> list[Route]:
+    """The built `routes` that are faster than the default at an accuracy limit, best first."""
+    judged = [regate(session.outcome(route), Gate(limit=limit)) for route in routes]
+    faster = sorted((o for o in judged if o.log_speedup > 0), key=lambda o: -o.log_speedup)
+    return [o.route for o in faster]
 
 
 def table_from_store(
