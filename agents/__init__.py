@@ -24,14 +24,32 @@ AGENTS: dict[str, str] = {
     "best-on-average": "routes by their mean gain over other models",
     "knn": "routes by their mean gain over the most similar models",
     "coreset": "complementary routes, ordered by predicted value",
+    "grace": "the coreset of the most similar models' cluster, then refinement around the best",
+    "transfer-gp": "expected improvement with the route covariance of other models",
     "two-way-gp": "greedy on the surrogate over models and routes",
     "greedy": "greedy on the same surrogate, weighed by what happened on models alike",
     "thompson": "Thompson sampling on the same surrogate",
+    "bc": "a policy on the same surrogate that only imitates its teacher",
     "ppo": "the learned policy on the same surrogate",
+    "oracle": "the best recorded route at once; in `evaluate` alone",
 }
 
 #: Agents that learn from a route table.
-NEEDS_TABLE = frozenset({"best-on-average", "knn", "coreset", "two-way-gp", "greedy", "thompson"})
+NEEDS_TABLE = frozenset(
+    {
+        "best-on-average",
+        "knn",
+        "coreset",
+        "grace",
+        "transfer-gp",
+        "two-way-gp",
+        "greedy",
+        "thompson",
+    }
+)
+
+#: Agents that are a trained policy.
+NEEDS_POLICY = frozenset({"bc", "ppo"})
 
 
 def make_factory(
@@ -42,10 +60,10 @@ def make_factory(
     Args:
         name: A name of `AGENTS`.
         replay: Replay of a route table, for the names of `NEEDS_TABLE`.
-        policy: Policy, for `ppo`.
+        policy: Policy, for the names of `NEEDS_POLICY`.
 
     Raises:
-        InputError: Unknown name, or what the agent needs is missing.
+        InputError: Unknown name, or what the agent needs is missing or of another kind.
         MissingExtraError: A package is missing.
     """
     if name not in AGENTS:
@@ -54,12 +72,13 @@ def make_factory(
         if replay is None or not replay.models:
             raise InputError(f"agent {name} learns from a route table; give one with --table")
         return _from_table(name, replay)
-    if name == "ppo":
-        if policy is None:
-            raise InputError("agent ppo needs a policy; give one with --policy")
-        from routepilot.agents.believer import by_policy
-
-        return by_policy(policy)
+    if name in NEEDS_POLICY:
+        return _from_policy(name, policy)
+    if name == "oracle":
+        raise InputError(
+            "agent oracle knows the outcomes of a recorded model beforehand: it runs in"
+            " `routepilot evaluate` alone; choose another agent here"
+        )
     if name in ("tpe", "gp"):
         from routepilot.agents.bayes import OptunaAgent
 
@@ -77,8 +96,24 @@ def make_factory(
     return factories[name]
 
 
+def _from_policy(name: str, policy: LoadedPolicy | None) -> AgentFactory:
+    from routepilot.agents.believer import by_policy
+
+    if name == "bc" and (policy is None or policy.card.steps > 0):
+        given = "none was given"
+        if policy is not None:
+            given = f"policy {policy.card.name!r} went on for {policy.card.steps} steps of PPO"
+        raise InputError(
+            f"agent bc needs a policy that only imitates, and {given}; train one with"
+            " `routepilot train --steps 0` and give it with --policy"
+        )
+    if policy is None:
+        raise InputError("agent ppo needs a policy; give one with --policy")
+    return by_policy(policy, name)
+
+
 def _from_table(name: str, replay: Replay) -> AgentFactory:
-    from routepilot.agents import believer, transfer
+    from routepilot.agents import believer, grace, transfer, transfer_gp
     from routepilot.env.surrogate import Surrogate
 
     if name == "best-on-average":
@@ -87,6 +122,10 @@ def _from_table(name: str, replay: Replay) -> AgentFactory:
         return transfer.nearest(replay)
     if name == "coreset":
         return transfer.coreset(replay)
+    if name == "grace":
+        return grace.grace(replay)
+    if name == "transfer-gp":
+        return transfer_gp.transfer_gp(replay)
     surrogate = Surrogate(replay)
     make = {
         "two-way-gp": believer.two_way_gp,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from routepilot.agents import NEEDS_TABLE, make_agent
+from routepilot.agents import NEEDS_POLICY, NEEDS_TABLE, make_agent
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import PolicyError
 from routepilot.env.outcomes import Outcome
@@ -96,7 +96,7 @@ def run_agents(
         budget: The same for each.
         table: Route table for agents that learn from one; the family of the session's model must
             not be in it (`without_model`).
-        policy: Policy for `ppo`.
+        policy: Policy for `ppo` and `bc`.
         seed: Seed for every agent.
         expression: As in `tune`.
         say: Hears one line an agent.
@@ -209,7 +209,7 @@ def _sources(
     released = released_name(backend)
     if any(name in NEEDS_TABLE for name in agents):
         known, family = without_model(load_table(find_table(table or released)), named)
-    if "ppo" in agents:
+    if NEEDS_POLICY & set(agents):
         if policy is None and released not in released_policies():
             raise PolicyError(f"no policy is released for {backend}; give one with --policy")
         loaded = load_policy(find_policy(policy or released))
