@@ -21,10 +21,12 @@ AGENTS: dict[str, str] = {
     "random": "legal routes at random",
     "tpe": "Optuna's tree-structured Parzen estimator, from nothing",
     "gp": "Optuna's Gaussian process, from nothing",
+    "forest-scratch": "SMAC's forest with a classifier of what is feasible, from nothing",
     "best-on-average": "routes by their mean gain over other models",
     "knn": "routes by their mean gain over the most similar models",
     "coreset": "complementary routes, ordered by predicted value",
     "grace": "the coreset of the most similar models' cluster, then refinement around the best",
+    "forest": "SMAC's forest with a classifier of what is feasible, over models and routes",
     "transfer-gp": "expected improvement with the route covariance of other models",
     "two-way-gp": "greedy on the surrogate over models and routes",
     "greedy": "greedy on the same surrogate, weighed by what happened on models alike",
@@ -41,6 +43,7 @@ NEEDS_TABLE = frozenset(
         "knn",
         "coreset",
         "grace",
+        "forest",
         "transfer-gp",
         "two-way-gp",
         "greedy",
@@ -83,6 +86,10 @@ def make_factory(
         from routepilot.agents.bayes import OptunaAgent
 
         return lambda problem: OptunaAgent(name, problem)
+    if name == "forest-scratch":
+        from routepilot.agents.forest import forest_scratch
+
+        return forest_scratch
     from routepilot.agents import sweeps
 
     factories: dict[str, AgentFactory] = {
@@ -124,6 +131,10 @@ def _from_table(name: str, replay: Replay) -> AgentFactory:
         return transfer.coreset(replay)
     if name == "grace":
         return grace.grace(replay)
+    if name == "forest":
+        from routepilot.agents.forest import forest
+
+        return forest(replay)
     if name == "transfer-gp":
         return transfer_gp.transfer_gp(replay)
     surrogate = Surrogate(replay)

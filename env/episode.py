@@ -132,11 +132,6 @@ class Episode:
         """Builds left."""
         return self.budget - self.used
 
-    @property
-    def untried(self) -> NDArray[np.int64]:
-        """Places of the routes that were not built yet."""
-        return np.flatnonzero(~self._tried)
-
     def observe(self, place: int, outcome: Outcome, loss: float) -> float:
         """Take in the outcome of a route.
 

@@ -26,6 +26,8 @@ NAMES = [name for name in AGENTS if name not in {*NEEDS_POLICY, "oracle"}]
 def factory(name: str) -> AgentFactory:
     if name in ("tpe", "gp"):
         pytest.importorskip("optuna")
+    if name in ("forest", "forest-scratch"):
+        pytest.importorskip("sklearn")
     return make_factory(name, replay=KNOWN if name in NEEDS_TABLE else None)
 
 
