@@ -45,7 +45,7 @@ bench: $(VENV)/.dev
 
 evidence: $(VENV)/.dev
 	$(BIN)/routepilot evaluate --table cpu --out runs/evidence --workers 2 --seeds 2 \
-		--agents fast,mixed,random,tpe,gp,best-on-average,knn,coreset,two-way-gp,ppo
+		--agents oracle,fast,mixed,recentred,random,tpe,gp,forest-scratch,best-on-average,knn,coreset,grace,forest,transfer-gp,two-way-gp,thompson,greedy,bc,ppo
 
 zoo: $(VENV)/.zoo
 	$(BIN)/routepilot zoo check

@@ -55,6 +55,21 @@ NEEDS_TABLE = frozenset(
 NEEDS_POLICY = frozenset({"bc", "ppo"})
 
 
+def check_name(name: str) -> None:
+    """Refuse what is no agent, or none that can run on a model of its own.
+
+    Raises:
+        InputError: It is not in `AGENTS`, or it is the oracle.
+    """
+    if name not in AGENTS:
+        raise InputError(f"agent {name!r} does not exist; there is: {', '.join(AGENTS)}")
+    if name == "oracle":
+        raise InputError(
+            "agent oracle knows the outcomes of a recorded model beforehand: it runs in"
+            " `routepilot evaluate` alone; choose another agent here"
+        )
+
+
 def make_factory(
     name: str, *, replay: Replay | None = None, policy: LoadedPolicy | None = None
 ) -> AgentFactory:
@@ -69,19 +84,13 @@ def make_factory(
         InputError: Unknown name, or what the agent needs is missing or of another kind.
         MissingExtraError: A package is missing.
     """
-    if name not in AGENTS:
-        raise InputError(f"agent {name!r} does not exist; there is: {', '.join(AGENTS)}")
+    check_name(name)
     if name in NEEDS_TABLE:
         if replay is None or not replay.models:
             raise InputError(f"agent {name} learns from a route table; give one with --table")
         return _from_table(name, replay)
     if name in NEEDS_POLICY:
         return _from_policy(name, policy)
-    if name == "oracle":
-        raise InputError(
-            "agent oracle knows the outcomes of a recorded model beforehand: it runs in"
-            " `routepilot evaluate` alone; choose another agent here"
-        )
     if name in ("tpe", "gp"):
         from routepilot.agents.bayes import OptunaAgent
 

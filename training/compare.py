@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from routepilot.agents import NEEDS_POLICY, NEEDS_TABLE, make_agent
+from routepilot.agents import NEEDS_POLICY, NEEDS_TABLE, check_name, make_agent, make_factory
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import PolicyError
 from routepilot.env.outcomes import Outcome
@@ -162,8 +162,10 @@ def compare(
         say: Hears remarks.
         on_outcome: Hears agent, build number and outcome.
     """
-    folder = ensure_folder(out)
+    for name in agents:
+        check_name(name)
     known, loaded = _sources(named, agents, config.backend, table, policy, say)
+    folder = ensure_folder(out)
     with (
         RecordStore(folder / "records.sqlite") as store,
         Session(named.model, config, store, folder / "work") as session,
@@ -218,6 +220,8 @@ def _sources(
         if card is not None:
             loaded = load_policy(find_policy(policy or released), without=(family,))
             say(f"the policy was trained on {named.model.name}: only its surrogate can forget that")
+    if "bc" in agents:
+        make_factory("bc", policy=loaded)  # a policy of another kind is refused before any build
     if family:
         say(f"the family {family} is left out of what agents know, since it is the model's own")
     return known, loaded
