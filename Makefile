@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # The CPU build of torch this project is tested with; the package itself asks for a range.
 TORCH ?= torch==2.13.0
 SOURCES := env agents training checkpoints tests
+# The agents of the README's table that need no policy.
+RIVALS := oracle,fast,mixed,recentred,random,tpe,gp,forest-scratch,best-on-average,knn,coreset,grace
+RIVALS := $(RIVALS),forest,transfer-gp,two-way-gp,thompson,greedy
 
 .PHONY: demo test torture lowest check format bench evidence zoo clean
 
@@ -45,7 +48,7 @@ bench: $(VENV)/.dev
 
 evidence: $(VENV)/.dev
 	$(BIN)/routepilot evaluate --table cpu --out runs/evidence --workers 2 --seeds 2 \
-		--agents fast,mixed,random,tpe,gp,best-on-average,knn,coreset,two-way-gp,ppo
+		--agents $(RIVALS),bc,ppo
 
 zoo: $(VENV)/.zoo
 	$(BIN)/routepilot zoo check

@@ -21,17 +21,53 @@ AGENTS: dict[str, str] = {
     "random": "legal routes at random",
     "tpe": "Optuna's tree-structured Parzen estimator, from nothing",
     "gp": "Optuna's Gaussian process, from nothing",
+    "forest-scratch": "SMAC's forest with a classifier of what is feasible, from nothing",
     "best-on-average": "routes by their mean gain over other models",
     "knn": "routes by their mean gain over the most similar models",
     "coreset": "complementary routes, ordered by predicted value",
+    "grace": "the coreset of the most similar models' cluster, then refinement around the best",
+    "forest": "SMAC's forest with a classifier of what is feasible, over models and routes",
+    "transfer-gp": "expected improvement with the route covariance of other models",
     "two-way-gp": "greedy on the surrogate over models and routes",
     "greedy": "greedy on the same surrogate, weighed by what happened on models alike",
     "thompson": "Thompson sampling on the same surrogate",
+    "bc": "a policy on the same surrogate that only imitates its teacher",
     "ppo": "the learned policy on the same surrogate",
+    "oracle": "the best recorded route at once; in `evaluate` alone",
 }
 
 #: Agents that learn from a route table.
-NEEDS_TABLE = frozenset({"best-on-average", "knn", "coreset", "two-way-gp", "greedy", "thompson"})
+NEEDS_TABLE = frozenset(
+    {
+        "best-on-average",
+        "knn",
+        "coreset",
+        "grace",
+        "forest",
+        "transfer-gp",
+        "two-way-gp",
+        "greedy",
+        "thompson",
+    }
+)
+
+#: Agents that are a trained policy.
+NEEDS_POLICY = frozenset({"bc", "ppo"})
+
+
+def check_name(name: str) -> None:
+    """Refuse what is no agent, or none that can run on a model of its own.
+
+    Raises:
+        InputError: It is not in `AGENTS`, or it is the oracle.
+    """
+    if name not in AGENTS:
+        raise InputError(f"agent {name!r} does not exist; there is: {', '.join(AGENTS)}")
+    if name == "oracle":
+        raise InputError(
+            "agent oracle knows the outcomes of a recorded model beforehand: it runs in"
+            " `routepilot evaluate` alone; choose another agent here"
+        )
 
 
 def make_factory(
@@ -42,28 +78,27 @@ def make_factory(
     Args:
         name: A name of `AGENTS`.
         replay: Replay of a route table, for the names of `NEEDS_TABLE`.
-        policy: Policy, for `ppo`.
+        policy: Policy, for the names of `NEEDS_POLICY`.
 
     Raises:
-        InputError: Unknown name, or what the agent needs is missing.
+        InputError: Unknown name, or what the agent needs is missing or of another kind.
         MissingExtraError: A package is missing.
     """
-    if name not in AGENTS:
-        raise InputError(f"agent {name!r} does not exist; there is: {', '.join(AGENTS)}")
+    check_name(name)
     if name in NEEDS_TABLE:
         if replay is None or not replay.models:
             raise InputError(f"agent {name} learns from a route table; give one with --table")
         return _from_table(name, replay)
-    if name == "ppo":
-        if policy is None:
-            raise InputError("agent ppo needs a policy; give one with --policy")
-        from routepilot.agents.believer import by_policy
-
-        return by_policy(policy)
+    if name in NEEDS_POLICY:
+        return _from_policy(name, policy)
     if name in ("tpe", "gp"):
         from routepilot.agents.bayes import OptunaAgent
 
         return lambda problem: OptunaAgent(name, problem)
+    if name == "forest-scratch":
+        from routepilot.agents.forest import forest_scratch
+
+        return forest_scratch
     from routepilot.agents import sweeps
 
     factories: dict[str, AgentFactory] = {
@@ -77,8 +112,24 @@ def make_factory(
     return factories[name]
 
 
+def _from_policy(name: str, policy: LoadedPolicy | None) -> AgentFactory:
+    from routepilot.agents.believer import by_policy
+
+    if name == "bc" and (policy is None or policy.card.steps > 0):
+        given = "none was given"
+        if policy is not None:
+            given = f"policy {policy.card.name!r} went on for {policy.card.steps} steps of PPO"
+        raise InputError(
+            f"agent bc needs a policy that only imitates, and {given}; train one with"
+            " `routepilot train --steps 0` and give it with --policy"
+        )
+    if policy is None:
+        raise InputError("agent ppo needs a policy; give one with --policy")
+    return by_policy(policy, name)
+
+
 def _from_table(name: str, replay: Replay) -> AgentFactory:
-    from routepilot.agents import believer, transfer
+    from routepilot.agents import believer, grace, transfer, transfer_gp
     from routepilot.env.surrogate import Surrogate
 
     if name == "best-on-average":
@@ -87,6 +138,14 @@ def _from_table(name: str, replay: Replay) -> AgentFactory:
         return transfer.nearest(replay)
     if name == "coreset":
         return transfer.coreset(replay)
+    if name == "grace":
+        return grace.grace(replay)
+    if name == "forest":
+        from routepilot.agents.forest import forest
+
+        return forest(replay)
+    if name == "transfer-gp":
+        return transfer_gp.transfer_gp(replay)
     surrogate = Surrogate(replay)
     make = {
         "two-way-gp": believer.two_way_gp,

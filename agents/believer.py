@@ -7,35 +7,35 @@ sampling differ in one function: which row to build.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from routepilot.agents.base import AgentFactory, OrderedAgent, Problem
 from routepilot.agents.policy import LoadedPolicy
-from routepilot.agents.sweeps import random_route
+from routepilot.agents.pool import first_candidates
 from routepilot.env.episode import ROW_FEATURES, Episode, Observation, loss_of
 from routepilot.env.forecast import Calibration, Forecast, forecast
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import Route
-from routepilot.env.surrogate import Surrogate
-
-#: Random legal routes among the candidates of a live catalog.
-RANDOM_CANDIDATES = 48
+from routepilot.env.surrogate import Signal, Surrogate
 
 #: Price of an average build when a policy acts, in log speed-up: half a per cent of speed.
 PRICE = 0.005
 
+#: Share of the largest variance that keeps a covariance positive definite in floating point.
+JITTER = 1e-6
+
 #: Column of a row that holds its promise.
 PROMISE = [name for name, _ in ROW_FEATURES].index("promise")
 
-#: Chooses a row of an observation; None stops.
+#: Chooses a candidate by its place among the episode's routes; None stops.
 Chooser = Callable[[Episode, Observation], int | None]
 
 
 class BelieverAgent(OrderedAgent):
-    """Keeps an episode up to date and builds the row that `choose` names.
+    """Keeps an episode up to date and builds the candidate that `choose` names.
 
     On a live catalog the candidates are the table's routes that are legal there, some random ones,
     and the single changes of every new best route.
@@ -44,7 +44,7 @@ class BelieverAgent(OrderedAgent):
         name: Name for people.
         problem: The problem.
         surrogate: What is believed.
-        choose: Which row to build.
+        choose: Which candidate to build.
     """
 
     def __init__(self, name: str, problem: Problem, surrogate: Surrogate, choose: Chooser) -> None:
@@ -52,14 +52,15 @@ class BelieverAgent(OrderedAgent):
         self._surrogate, self._choose = surrogate, choose
         self._rng = np.random.default_rng(problem.seed)
         self._history: list[tuple[Route, Outcome]] = []
-        self._begin(self._first_candidates())
+        known = (route for model in surrogate.models for route in model.routes)
+        self._begin(first_candidates(problem, known))
 
     def ask(self) -> Route | None:
         """See `Agent`."""
         if self._pending is None and self._episode.left > 0:
             seen = self._episode.observation()
-            row = self._choose(self._episode, seen) if seen.mask[:-1].any() else None
-            self._pending = None if row is None else self._episode.routes[int(seen.places[row])]
+            place = self._choose(self._episode, seen) if seen.mask[:-1].any() else None
+            self._pending = None if place is None else self._episode.routes[place]
         return self._pending
 
     def tell(self, route: Route, outcome: Outcome) -> None:
@@ -97,20 +98,6 @@ class BelieverAgent(OrderedAgent):
         free = np.array([route not in self.told for route in self._episode.routes], bool)
         return float(improvement[free].max(initial=0.0))
 
-    def _first_candidates(self) -> list[Route]:
-        if self.problem.candidates is not None:
-            return [r for r in self.problem.candidates if self.problem.may_ask(r)]
-        catalog = self.problem.catalog
-        found: dict[Route, None] = {}
-        for route in dict.fromkeys(r for m in self._surrogate.models for r in m.routes):
-            if all(n in catalog and catalog[n].allows(v) for n, v in route.settings):
-                found[catalog.route(route.values)] = None
-        found.update(dict.fromkeys(catalog.neighbours(catalog.route({}))))
-        generator = random.Random(self.problem.seed)
-        for _ in range(RANDOM_CANDIDATES):
-            found[random_route(catalog, generator)] = None
-        return [route for route in found if self.problem.may_ask(route)]
-
     def _begin(self, routes: list[Route]) -> None:
         """Start the episode over these candidates and go through what was told so far."""
         self._places = {route: place for place, route in enumerate(routes)}
@@ -133,25 +120,25 @@ class BelieverAgent(OrderedAgent):
 
 
 def choose_greedy(episode: Episode, seen: Observation) -> int | None:
-    """The row of largest expected feasible improvement, which is laid out first."""
-    del episode, seen
-    return 0
+    """The candidate of largest expected feasible improvement, whose row is the first."""
+    del episode
+    return int(seen.places[0])
 
 
 def choose_promising(episode: Episode, seen: Observation) -> int | None:
-    """The row of largest improvement weighed by what happened on models alike."""
+    """The candidate of largest improvement weighed by what happened on models alike."""
     del episode
     used = int(seen.mask[:-1].sum())
-    return int(np.argmax(seen.rows[:used, PROMISE]))
+    return int(seen.places[np.argmax(seen.rows[:used, PROMISE])])
 
 
 def choose_by(policy: LoadedPolicy) -> Chooser:
-    """The row or the stop that a policy scores highest."""
+    """The candidate or the stop that a policy scores highest."""
 
     def choose(episode: Episode, seen: Observation) -> int | None:
         del episode
         action = int(np.argmax(policy.network.logits(seen)))
-        return None if action == len(seen.rows) else action
+        return None if action == len(seen.rows) else int(seen.places[action])
 
     return choose
 
@@ -167,29 +154,36 @@ def greedy(surrogate: Surrogate) -> AgentFactory:
 
 
 def thompson(surrogate: Surrogate) -> AgentFactory:
-    """Thompson sampling on the surrogate: the best row of one draw from the belief."""
+    """Thompson sampling on the surrogate: the best candidate of one draw from the belief.
+
+    Speed and loss are drawn over all rows together, so that routes that are believed to rise and
+    fall together do so in a draw. Where none passes the gate in it, the smallest loss is built.
+    Draws over every candidate reached less: among a hundred wide beliefs one is always lucky.
+    """
 
     def make(problem: Problem) -> BelieverAgent:
         rng = np.random.default_rng([problem.seed, 1])
 
+        def draw(signal: Signal, places: NDArray[np.int64]) -> NDArray[np.float64]:
+            cov = signal.cov[np.ix_(places, places)]
+            jitter = JITTER * cov.diagonal().max() * np.eye(len(places))
+            half = np.linalg.cholesky(cov + jitter)
+            return signal.mean[places] + half @ rng.standard_normal(len(places))
+
         def choose(episode: Episode, seen: Observation) -> int | None:
-            used = np.flatnonzero(seen.mask[:-1])
-            places = seen.places[used]
-            belief = episode.belief
-            speed = rng.multivariate_normal(
-                belief.speed.mean[places], belief.speed.cov[np.ix_(places, places)], method="eigh"
-            )
-            loss = belief.loss.mean[places] + belief.loss.sd[places] * rng.standard_normal(
-                len(places)
-            )
+            places = seen.places[seen.mask[:-1].astype(bool)]
+            speed = draw(episode.belief.speed, places)
+            loss = draw(episode.belief.loss, places)
             passes = loss < np.log10(episode.tolerance)
-            return int(used[np.argmax(np.where(passes, speed, -10.0))])
+            if not passes.any():
+                return int(places[np.argmin(loss)])
+            return int(places[np.argmax(np.where(passes, speed, -np.inf))])
 
         return BelieverAgent("thompson", problem, surrogate, choose)
 
     return make
 
 
-def by_policy(policy: LoadedPolicy) -> AgentFactory:
-    """The PPO policy at work."""
-    return lambda problem: BelieverAgent("ppo", problem, policy.surrogate, choose_by(policy))
+def by_policy(policy: LoadedPolicy, name: str = "ppo") -> AgentFactory:
+    """A policy at work."""
+    return lambda problem: BelieverAgent(name, problem, policy.surrogate, choose_by(policy))

@@ -216,7 +216,7 @@ def compare(
     ] = "default,ppo,fast,random",
     out: OutOpt = Path("routepilot-out"),
     backend: BackendOpt = "cpu",
-    policy: Annotated[str | None, typer.Option(help="Policy for ppo.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Policy for ppo, or bc.")] = None,
     table: Annotated[
         str | None, typer.Option(help="Route table for agents that learn from one.")
     ] = None,

@@ -46,6 +46,13 @@ def train(
         str,
         typer.Option(help="Splits to learn from, e.g. train,validation; all families if absent."),
     ] = "",
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Environment steps of PPO; 0 only imitates (agent bc); the effort's if absent.",
+        ),
+    ] = None,
     max_seconds: Annotated[
         float | None, typer.Option(help="Stop training after this many seconds.")
     ] = None,
@@ -76,7 +83,11 @@ def train(
     families += later_families(source.families, learn_from)
     result = run(
         source,
-        TrainConfig(seed=seed, steps=preset(effort).steps, max_seconds=max_seconds),
+        TrainConfig(
+            seed=seed,
+            steps=preset(effort).steps if steps is None else steps,
+            max_seconds=max_seconds,
+        ),
         held_out=tuple(dict.fromkeys(families)),
         out=out,
         name=name,
@@ -107,21 +118,25 @@ def evaluate(
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(help="Search seeds a model.")] = 3,
-    workers: Annotated[int, typer.Option(help="Trainings at once, for ppo.")] = 1,
+    workers: Annotated[int, typer.Option(help="Trainings at once, for ppo and bc.")] = 1,
     seed: SeedOpt = 0,
     json: JsonOpt = False,
 ) -> None:
     """Compare agents by replay, one family held out, or the families of a split.
 
-    `ppo` trains one policy for what is held out, which takes a minute or two each; policies found
-    in OUT are not trained again.
+    `ppo` and `bc` (imitation alone) train one policy for what is held out, which takes a minute or
+    two each; policies found in OUT are not trained again. `oracle` knows each model's best route.
 
     Example: routepilot evaluate --table cpu --agents random,best-on-average,two-way-gp,ppo
     """
     from routepilot.env.tables import load_table
     from routepilot.training import console
     from routepilot.training.defaults import find_table
-    from routepilot.training.evaluate import DEFAULT_AGENTS, train_without_each_family
+    from routepilot.training.evaluate import (
+        DEFAULT_AGENTS,
+        POLICY_FOLDERS,
+        train_without_each_family,
+    )
     from routepilot.training.evaluate import evaluate as run
     from routepilot.training.files import ensure_folder, write_json
 
@@ -129,11 +144,19 @@ def evaluate(
     source = load_table(find_table(table))
     say = (lambda _: None) if json else console.say
     folder = ensure_folder(out)
-    policies = None
-    if "ppo" in names:
-        policies = train_without_each_family(
-            source, folder / "policies", workers=workers, seed=seed, say=say, split=split
+    policies = {
+        name: train_without_each_family(
+            source,
+            folder / POLICY_FOLDERS[name],
+            workers=workers,
+            seed=seed,
+            say=say,
+            split=split,
+            imitate=name == "bc",
         )
+        for name in POLICY_FOLDERS
+        if name in names
+    }
     result = run(
         source,
         names,

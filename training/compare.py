@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from routepilot.agents import NEEDS_TABLE, make_agent
+from routepilot.agents import NEEDS_POLICY, NEEDS_TABLE, check_name, make_agent, make_factory
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import PolicyError
 from routepilot.env.outcomes import Outcome
@@ -96,7 +96,7 @@ def run_agents(
         budget: The same for each.
         table: Route table for agents that learn from one; the family of the session's model must
             not be in it (`without_model`).
-        policy: Policy for `ppo`.
+        policy: Policy for `ppo` and `bc`.
         seed: Seed for every agent.
         expression: As in `tune`.
         say: Hears one line an agent.
@@ -162,8 +162,10 @@ def compare(
         say: Hears remarks.
         on_outcome: Hears agent, build number and outcome.
     """
-    folder = ensure_folder(out)
+    for name in agents:
+        check_name(name)
     known, loaded = _sources(named, agents, config.backend, table, policy, say)
+    folder = ensure_folder(out)
     with (
         RecordStore(folder / "records.sqlite") as store,
         Session(named.model, config, store, folder / "work") as session,
@@ -209,7 +211,7 @@ def _sources(
     released = released_name(backend)
     if any(name in NEEDS_TABLE for name in agents):
         known, family = without_model(load_table(find_table(table or released)), named)
-    if "ppo" in agents:
+    if NEEDS_POLICY & set(agents):
         if policy is None and released not in released_policies():
             raise PolicyError(f"no policy is released for {backend}; give one with --policy")
         loaded = load_policy(find_policy(policy or released))
@@ -218,6 +220,8 @@ def _sources(
         if card is not None:
             loaded = load_policy(find_policy(policy or released), without=(family,))
             say(f"the policy was trained on {named.model.name}: only its surrogate can forget that")
+    if "bc" in agents:
+        make_factory("bc", policy=loaded)  # a policy of another kind is refused before any build
     if family:
         say(f"the family {family} is left out of what agents know, since it is the model's own")
     return known, loaded

@@ -33,7 +33,7 @@ class Choice:
         name: Name for people: the policy's, or the agent's.
         why: One line that says what was chosen and why.
         replay: Route table for agents that learn from one.
-        policy: Loaded policy for the PPO agent.
+        policy: Loaded policy for the agents that are one.
     """
 
     agent: str
@@ -135,4 +135,5 @@ def choose_agent(session: Session, *, policy: str | None, agent: str | None) -> 
     name = policy or released
     loaded = load_policy(find_policy(name))
     why = "as asked" if policy else f"the released one for the {backend} backend"
-    return Choice("ppo", name, f"policy {name}, {why}", policy=loaded)
+    agent = "ppo" if loaded.card.steps > 0 else "bc"
+    return Choice(agent, name, f"policy {name}, {why}", policy=loaded)

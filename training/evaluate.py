@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from routepilot.agents import NEEDS_TABLE, make_factory
 from routepilot.agents.base import AgentFactory, Problem, search
+from routepilot.agents.oracle import oracle
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.recorded import ModelReplay, Replay
 from routepilot.env.errors import InputError, MachineError
@@ -41,18 +42,29 @@ Floats = NDArray[np.float64]
 #: Builds at which agents are compared.
 BUDGETS = (1, 2, 4, 8, 16)
 
-#: Agents evaluated when none are named; `ppo` is added when policies are given.
+#: Agents evaluated when none are named: those that need no training.
 DEFAULT_AGENTS = (
+    "oracle",
     "fast",
     "mixed",
+    "recentred",
     "random",
     "tpe",
     "gp",
+    "forest-scratch",
     "best-on-average",
     "knn",
     "coreset",
+    "grace",
+    "forest",
+    "transfer-gp",
     "two-way-gp",
+    "thompson",
+    "greedy",
 )
+
+#: Where the policies of the agents that need one are kept, by agent.
+POLICY_FOLDERS = {"bc": "policies-bc", "ppo": "policies"}
 
 #: Bootstrap draws behind an interval.
 DRAWS = 2000
@@ -144,7 +156,7 @@ def traces(
     replay: Replay,
     agents: Sequence[str],
     seeds: Sequence[int],
-    policies: Mapping[str, Path] | None = None,
+    policies: Mapping[str, Mapping[str, Path]] | None = None,
     say: Say = silent,
     split: str | None = None,
 ) -> dict[str, dict[str, list[Trace]]]:
@@ -154,7 +166,7 @@ def traces(
         replay: The table, judged by one gate.
         agents: Agent names.
         seeds: Search seeds.
-        policies: For `ppo`: family -> policy that never saw it.
+        policies: For `ppo` and `bc`: agent -> family -> policy that never saw it.
         say: Hears one line a fold.
         split: As `folds` takes it.
     """
@@ -163,18 +175,20 @@ def traces(
         known = replay.without_families(fold.hidden)
         say(f"family {', '.join(fold.judged)}")
         for name in agents:
-            factory = _factory(name, known, (policies or {}).get(fold.judged[0]))
+            policy = (policies or {}).get(name, {}).get(fold.judged[0])
+            factory = None if name == "oracle" else _factory(name, known, policy)
             for model in replay.only_families(fold.judged):
                 # A seed of its own for each model, or one lucky draw would serve them all.
                 place = replay.models.index(replay.model(model.card.fingerprint))
                 found[name][model.card.name] = [
-                    trace(factory, replay, model, 1000 * place + seed) for seed in seeds
+                    trace(factory or oracle(model), replay, model, 1000 * place + seed)
+                    for seed in seeds
                 ]
     return found
 
 
 def _factory(name: str, known: Replay, policy: Path | None) -> AgentFactory:
-    if name == "ppo" and policy is not None:
+    if policy is not None:
         from routepilot.agents.policy import load_policy
 
         return make_factory(name, policy=load_policy(policy))
@@ -189,6 +203,7 @@ def train_without_each_family(
     seed: int = 0,
     say: Say = silent,
     split: str | None = None,
+    imitate: bool = False,
 ) -> dict[str, Path]:
     """One policy a fold, blind to what is hidden in it, each trained by a process of its own.
 
@@ -201,6 +216,7 @@ def train_without_each_family(
         seed: Training seed.
         say: Hears one line a policy.
         split: As `folds` takes it.
+        imitate: Leave out PPO: policies for `bc`.
 
     Returns:
         Family -> policy that judges it.
@@ -216,6 +232,7 @@ def train_without_each_family(
         hidden = ",".join(fold.hidden)
         command = [sys.executable, "-m", "routepilot", "train", "--table", str(place), "--json"]
         command += ["--hold-out", hidden, "--seed", str(seed), "-o", str(home(fold))]
+        command += ["--steps", "0"] if imitate else []
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise MachineError(f"training without {hidden} failed: {done.stderr.strip()[-300:]}")
@@ -291,7 +308,7 @@ def evaluate(
     tolerance: float = 1e-2,
     seeds: int = 3,
     seed: int = 0,
-    policies: Mapping[str, Path] | None = None,
+    policies: Mapping[str, Mapping[str, Path]] | None = None,
     name: str = "",
     say: Say = silent,
     split: str | None = None,
@@ -304,7 +321,7 @@ def evaluate(
         tolerance: Limit on the relative L2 error.
         seeds: Search seeds a model.
         seed: First seed, and the bootstrap's.
-        policies: For `ppo`: family -> policy that never saw it.
+        policies: For `ppo` and `bc`: agent -> family -> policy that never saw it.
         name: Name of the table for the result.
         say: Hears progress.
         split: As `folds` takes it.

@@ -7,8 +7,9 @@ would add nothing to them.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -125,12 +126,19 @@ class Replay:
 
     def without_families(self, families: tuple[str, ...]) -> Replay:
         """The replay with these families left out."""
-        return Replay(self.table.without_families(families), self.gate)
+        return self._only(lambda family: family not in families)
 
     def only_families(self, families: tuple[str, ...]) -> Replay:
         """The replay of these families alone."""
-        kept = [m.card.fingerprint for m in self.models if m.card.family in families]
-        return Replay(self.table.only(kept), self.gate)
+        return self._only(lambda family: family in families)
+
+    def _only(self, keeps: Callable[[str], bool]) -> Replay:
+        # A model is judged by itself and by the gate, so the judgments made stand.
+        rest = copy.copy(self)
+        rest.models = tuple(m for m in self.models if keeps(m.card.family))
+        kept = [c.fingerprint for c in self.table.models if keeps(c.family)]
+        rest.table = self.table.only(kept)
+        return rest
 
     def _model(self, card: ModelCard) -> ModelReplay:
         recorded = self.table.outcomes[card.fingerprint]

@@ -8,7 +8,7 @@ import synthetic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routepilot.agents import AGENTS, NEEDS_TABLE, make_factory
+from routepilot.agents import AGENTS, NEEDS_POLICY, NEEDS_TABLE, make_factory
 from routepilot.agents.base import AgentFactory, Problem, search
 from routepilot.agents.conformance import check_agent
 from routepilot.agents.sweeps import MixedAgent, mixed_second_phase, random_route
@@ -20,12 +20,14 @@ from routepilot.env.routes import DEFAULT_ROUTE, Route, parse_expression, sweep_
 
 REPLAY = Replay(synthetic.table())
 KNOWN = REPLAY.without_families(("family3",))
-NAMES = [name for name in AGENTS if name != "ppo"]
+NAMES = [name for name in AGENTS if name not in {*NEEDS_POLICY, "oracle"}]
 
 
 def factory(name: str) -> AgentFactory:
     if name in ("tpe", "gp"):
         pytest.importorskip("optuna")
+    if name in ("forest", "forest-scratch"):
+        pytest.importorskip("sklearn")
     return make_factory(name, replay=KNOWN if name in NEEDS_TABLE else None)
 
 
@@ -47,7 +49,7 @@ def replayed(name: str, budget: int = 16, seed: int = 0) -> list[Outcome]:
     )
 
 
-@pytest.mark.parametrize("name", ["knn", "coreset", "two-way-gp"])
+@pytest.mark.parametrize("name", ["knn", "coreset", "grace", "two-way-gp"])
 def test_who_learned_from_alike_models_starts_well(name: str) -> None:
     best = max(o.log_speedup for o in replayed(name, budget=2))
     assert best > 0.8 * REPLAY.model("model7").oracle
@@ -120,7 +122,14 @@ def test_recentred_moves_to_what_it_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("psychic", "random"), ("knn", "--table"), ("ppo", "--policy")]
+    ("name", "words"),
+    [
+        ("psychic", "random"),
+        ("knn", "--table"),
+        ("ppo", "--policy"),
+        ("bc", "--steps 0"),
+        ("oracle", "evaluate"),
+    ],
 )
 def test_impossible_agents_are_refused(name: str, words: str) -> None:
     with pytest.raises(InputError, match=words):

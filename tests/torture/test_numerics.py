@@ -99,7 +99,7 @@ def test_intervals_of_the_median_agree_with_scipy(count: int) -> None:
 
 @pytest.mark.parametrize(
     "name", ["fast", "mixed", "full", "recentred", "random", "best-on-average", "knn", "coreset",
-             "two-way-gp", "thompson", "tpe"],
+             "grace", "forest", "forest-scratch", "transfer-gp", "two-way-gp", "greedy", "thompson", "tpe"],
 )  # fmt: skip
 def test_no_agent_sends_an_illegal_route_or_one_twice(name: str) -> None:
     from routepilot.agents import make_factory
@@ -108,8 +108,9 @@ def test_no_agent_sends_an_illegal_route_or_one_twice(name: str) -> None:
     from routepilot.env.backends.recorded import Replay
 
     pytest.importorskip("optuna")
+    pytest.importorskip("sklearn")
     steps = size("agent_steps", 60, 2_000)
-    if name in ("two-way-gp", "thompson", "tpe"):
+    if name in ("forest", "forest-scratch", "two-way-gp", "greedy", "thompson", "tpe"):
         steps = min(steps, size("slow_agent_steps", 20, 300))
     table, rng, sent, seed = synthetic.table(), np.random.default_rng(0), 0, 0
     factory = make_factory(name, replay=Replay(table, Gate()))

@@ -36,6 +36,27 @@ def refused(code: int, out: str, err: str, *words: str) -> None:
         assert word in lines[0], err
 
 
+@pytest.mark.parametrize(("given", "steps"), [((), 60_000), (("--steps", "0"), 0)])
+def test_train_takes_its_steps(
+    given: tuple[str, ...],
+    steps: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from routepilot.training import train
+
+    seen: list[train.TrainConfig] = []
+
+    def trained(table: object, config: train.TrainConfig, **_: object) -> train.Trained:
+        seen.append(config)
+        return train.Trained(Path("policy"), {}, config.steps, 0.0)
+
+    monkeypatch.setattr(train, "train", trained)
+    code, _, error = run(capsys, monkeypatch, "train", "--json", *given)
+    assert code == 0, error
+    assert [config.steps for config in seen] == [steps]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import subprocess
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import synthetic
 
 from routepilot.agents import make_factory
+from routepilot.agents.policy import LoadedPolicy
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import InputError
 from routepilot.training.cli_learning import later_families
@@ -21,7 +26,9 @@ from routepilot.training.evaluate import (
     folds,
     summarise,
     trace,
+    train_without_each_family,
 )
+from routepilot.training.train import TrainConfig, train
 
 
 def test_fast_pays_for_every_single_change() -> None:
@@ -49,7 +56,7 @@ def test_summary_of_a_perfect_agent() -> None:
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, object]:
-    agents = ("random", "best-on-average", "knn", "coreset", "two-way-gp")
+    agents = ("oracle", "random", "best-on-average", "knn", "coreset", "two-way-gp")
     return evaluate(synthetic.table(), agents, seeds=2, name="made")
 
 
@@ -63,6 +70,50 @@ def test_result_has_the_promised_shape(result: dict) -> None:
             assert row["gain_share_low"][budget] <= share + 1e-9
             assert share <= row["gain_share_high"][budget] + 1e-9
         assert row["regressions"] == 0
+
+
+def test_the_oracle_has_everything_after_one_build_and_stops(result: dict) -> None:
+    oracle = result["agents"]["oracle"]
+    assert set(oracle["gain_share"].values()) == {1.0}
+    best = [m["oracle_speedup"] for m in result["models"]]
+    assert oracle["stop_builds"] == sum(s > 1 for s in best) / len(best)
+    assert oracle["builds_to_95"] == oracle["stop_builds"]
+
+
+def test_a_policy_that_imitates_is_the_agent_bc(tmp_path: Path) -> None:
+    pytest.importorskip("stable_baselines3")
+    made = synthetic.table()
+    short = TrainConfig(steps=0, teacher_episodes=60, teacher_epochs=4, limits=(1e-2,))
+    path = train(made, short, held_out=("family3",), out=tmp_path).path
+    policies = {"bc": dict.fromkeys(made.families, path)}
+    found = evaluate(made, ("bc",), seeds=1, policies=policies)["agents"]["bc"]
+    assert 0 < found["gain_share"]["16"] <= 1 and found["stop_builds"] > 0
+    with pytest.raises(InputError, match="--policy"):
+        evaluate(made, ("bc",), seeds=1)
+
+
+def test_bc_refuses_a_policy_that_ppo_improved() -> None:
+    card = SimpleNamespace(name="mine", steps=512)
+    with pytest.raises(InputError, match="'mine' went on for 512 steps.*--steps 0"):
+        make_factory("bc", policy=cast(LoadedPolicy, SimpleNamespace(card=card)))
+
+
+def test_each_fold_trains_blind_to_what_it_holds_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for imitate in (False, True):
+        train_without_each_family(synthetic.table(4), tmp_path, imitate=imitate)
+    held = [c[c.index("--hold-out") + 1] for c in commands]
+    assert held == ["family0", "family1"] * 2
+    assert ["--steps" in c for c in commands] == [False, False, True, True]
+    assert commands[-1][-2:] == ["--steps", "0"]
 
 
 def test_who_knows_the_model_needs_fewer_builds(result: dict) -> None:
