@@ -191,5 +191,7 @@ def thompson(surrogate: Surrogate) -> AgentFactory:
 
 
 def by_policy(policy: LoadedPolicy) -> AgentFactory:
-    """The PPO policy at work."""
-    return lambda problem: BelieverAgent("ppo", problem, policy.surrogate, choose_by(policy))
+    """The PPO policy at work, on the records of the problem's catalog where it has some."""
+    return lambda problem: BelieverAgent(
+        "ppo", problem, policy.surrogate_for(problem.catalog), choose_by(policy)
+    )
