@@ -119,8 +119,8 @@ class Trained:
 class _Clock:
     """Seconds of a run, over as many processes as it took."""
 
-    def __init__(self, before: Mapping[str, float]) -> None:
-        self._before, self._start = before, time.monotonic()
+    def __init__(self, start: float, before: Mapping[str, float]) -> None:
+        self._start, self._before = start, before
         self._ppo: float | None = None
 
     def start_ppo(self) -> None:
@@ -190,6 +190,7 @@ def train(
             f"policy name {name!r} is not allowed; give letters, digits and . _ + - after a letter"
             " or digit, since it names the files"
         )
+    start = time.monotonic()
     tables = (table,) if isinstance(table, RouteTable) else tuple(table)
     sources = (source,) * len(tables) if source is None or isinstance(source, Path) else source
     config, gate = config or TrainConfig(), gate or Gate()
@@ -199,7 +200,7 @@ def train(
     folder = ensure_folder(out)
     keeper = Keeper(folder, name, _key(tables, config, held_out, validation, gate), say)
     saved = keeper.load()
-    clock = _Clock(saved.notes["clock"] if saved else {})
+    clock = _Clock(start, saved.notes["clock"] if saved else {})
     logger = open_logger(tensorboard)
     torch.manual_seed(config.seed)
     torch.set_num_threads(1)
