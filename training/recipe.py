@@ -211,7 +211,7 @@ def _read(value: Any, hint: Any, key: str, where: str) -> Any:
         return _read(value, get_args(hint)[0], key, where)
     if origin is tuple:
         return _read_tuple(value, get_args(hint), key, where)
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         hints = get_type_hints(hint)
         if not isinstance(value, Mapping):
             raise _wrong(value, f"settings of {', '.join(hints)}", key, where)
