@@ -185,5 +185,7 @@ def thompson(surrogate: Surrogate) -> AgentFactory:
 
 
 def by_policy(policy: LoadedPolicy, name: str = "ppo") -> AgentFactory:
-    """A policy at work."""
-    return lambda problem: BelieverAgent(name, problem, policy.surrogate, choose_by(policy))
+    """A policy at work, on the records of the problem's catalog where it has some."""
+    return lambda problem: BelieverAgent(
+        name, problem, policy.surrogate_for(problem.catalog), choose_by(policy)
+    )

@@ -25,6 +25,8 @@ from routepilot.env.drafts import whole_file
 from routepilot.env.episode import CONTEXT_FEATURES, ROW_FEATURES, ROWS, Observation
 from routepilot.env.errors import PolicyError, TableError
 from routepilot.env.forecast import Calibration
+from routepilot.env.records import ModelCard
+from routepilot.env.routes import Catalog
 from routepilot.env.surrogate import Kernel, Surrogate
 from routepilot.env.tables import load_table
 
@@ -96,7 +98,7 @@ class Card:
 
     Attributes:
         name: Name of the policy.
-        table: File name of the route table it was trained on.
+        table: File name of the route table it was trained on, the first where there are several.
         table_sha256: Hash of that file.
         models: Models it was trained on.
         held_out: Families it never saw.
@@ -107,6 +109,12 @@ class Card:
         scores: Share of the oracle's gain by budget, and on what models.
         versions: Packages it was trained with.
         calibration: Curve that brings the chances of a forecast to the frequencies.
+        more_tables: Hashes of the other tables it was trained on, by file name.
+        validation: Families that chose among its weights, and on which it was not trained; its
+            surrogate knows them at work.
+        settings: Settings of the training.
+        seconds: Wall-clock seconds of the training.
+        steps_per_second: Environment steps a second while PPO ran, updates and scoring included.
         weights_sha256: Hash of the weights file.
         row_features: Names of the row features, in order.
         context_features: Names of the context features, in order.
@@ -126,29 +134,86 @@ class Card:
     scores: Mapping[str, Any]
     versions: Mapping[str, str]
     calibration: Mapping[str, float] = field(default_factory=lambda: asdict(Calibration()))
+    more_tables: Mapping[str, str] = field(default_factory=dict)
+    validation: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    steps_per_second: float = 0.0
     weights_sha256: str = ""
     row_features: tuple[str, ...] = tuple(name for name, _ in ROW_FEATURES)
     context_features: tuple[str, ...] = tuple(name for name, _ in CONTEXT_FEATURES)
     licence: str = "Apache-2.0"
     version: int = CARD_VERSION
 
+    @property
+    def tables(self) -> dict[str, str]:
+        """Hashes of every table it was trained on, by file name."""
+        return {self.table: self.table_sha256, **self.more_tables}
+
 
 @dataclass(frozen=True, eq=False)
 class LoadedPolicy:
     """A policy ready to decide.
 
+    What it believes of a catalog comes from records, so it is fitted to the table of that catalog.
+    On a catalog of no table of its own it goes by what needs no record: the shape of a route, and
+    what this run's outcomes show.
+
     Attributes:
         network: Its network.
         card: Its card.
-        surrogate: The surrogate its rows come from, fitted to its table without its held-out
-            families.
-        replay: That table.
+        replays: Its tables without its held-out families, in the card's order.
     """
 
     network: Network
     card: Card
-    surrogate: Surrogate = field(repr=False)
-    replay: Replay = field(repr=False)
+    replays: tuple[Replay, ...] = field(repr=False)
+    _fitted: dict[int, Surrogate] = field(default_factory=dict, repr=False)
+
+    @property
+    def replay(self) -> Replay:
+        """Its table; the first where there are several."""
+        return self.replays[0]
+
+    @property
+    def surrogate(self) -> Surrogate:
+        """The surrogate of its table; the first where there are several."""
+        return self._fit(self.replay)
+
+    def replay_for(self, catalog: Catalog) -> Replay | None:
+        """The table whose records speak of a catalog, or None.
+
+        It is one of the same name, of the same version where there are several; else one that
+        knows every knob and value of the catalog.
+        """
+        named = [r for r in self.replays if r.catalog.name == catalog.name]
+        same = [r for r in named if r.catalog.key == catalog.key]
+        wider = [r for r in self.replays if _knows(r.catalog, catalog)]
+        return next(iter([*same, *named, *wider]), None)
+
+    def surrogate_for(self, catalog: Catalog) -> Surrogate:
+        """What it believes of a catalog's routes; without records where it has none of them."""
+        replay = self.replay_for(catalog)
+        return self._fit(replay) if replay is not None else self.surrogate.blank(catalog)
+
+    def model(self, fingerprint: str) -> ModelCard | None:
+        """The card of a recorded model, or None."""
+        found = (replay.table.card(fingerprint) for replay in self.replays)
+        return next((card for card in found if card is not None), None)
+
+    def _fit(self, replay: Replay) -> Surrogate:
+        place = self.replays.index(replay)
+        if place not in self._fitted:
+            self._fitted[place] = Surrogate(replay, Kernel(**self.card.kernel))
+        return self._fitted[place]
+
+
+def _knows(wider: Catalog, catalog: Catalog) -> bool:
+    """True when every knob of a catalog is in another with all its values."""
+    return all(
+        knob.name in wider and set(knob.all_values) <= set(wider[knob.name].all_values)
+        for knob in catalog.knobs
+    )
 
 
 def save_policy(folder: Path, weights: Arrays, card: Card) -> Path:
@@ -165,11 +230,11 @@ def save_policy(folder: Path, weights: Arrays, card: Card) -> Path:
 
 
 def load_policy(path: Path, without: tuple[str, ...] = ()) -> LoadedPolicy:
-    """Load a policy and fit its surrogate to the table beside it.
+    """Load a policy with the tables beside it.
 
     Args:
         without: Families that its surrogate shall not know either.
-        path: The `.safetensors` file; its card and its table are found beside it, the table also
+        path: The `.safetensors` file; its card and its tables are found beside it, the tables also
             in a folder `tables` there or among the released ones.
 
     Raises:
@@ -177,27 +242,37 @@ def load_policy(path: Path, without: tuple[str, ...] = ()) -> LoadedPolicy:
     """
     card = _read_card(path)
     network = Network(_read_weights(path, card))
+    replays = []
+    for name, sha256 in card.tables.items():
+        try:
+            table = load_table(_find_table(path, name, sha256))
+        except TableError as error:
+            raise PolicyError(f"policy {str(path)!r} cannot use its table: {error}") from None
+        gate = Gate(metric=card.gate["metric"], limit=card.gate["limit"])
+        replays.append(Replay(table.without_families((*card.held_out, *without)), gate))
+    return LoadedPolicy(network, card, tuple(replays))
+
+
+def _find_table(path: Path, name: str, sha256: str) -> Path:
+    """The file of a policy's table."""
+    if Path(name).name != name:
+        raise PolicyError(f"policy {str(path)!r} names a table outside its folder: {name!r}")
     places = (
-        path.parent / card.table,
-        path.parent / "tables" / card.table,
-        Path(__file__).resolve().parent.parent / "checkpoints" / "tables" / card.table,
+        path.parent / name,
+        path.parent / "tables" / name,
+        Path(__file__).resolve().parent.parent / "checkpoints" / "tables" / name,
     )
     place = next((p for p in places if os.path.isfile(p)), None)
     if place is None:
         raise PolicyError(
-            f"policy {str(path)!r} needs its route table {card.table!r} beside it; put it there"
+            f"policy {str(path)!r} needs its route table {name!r} beside it; put it there"
         )
-    if file_hash(place) != card.table_sha256:
+    if file_hash(place) != sha256:
         raise PolicyError(
-            f"policy {str(path)!r} was trained on another {card.table!r} than the one at"
+            f"policy {str(path)!r} was trained on another {name!r} than the one at"
             f" {str(place)!r}; fetch both again, or train anew"
         )
-    try:
-        table = load_table(place).without_families((*card.held_out, *without))
-    except TableError as error:
-        raise PolicyError(f"policy {str(path)!r} cannot use its table: {error}") from None
-    replay = Replay(table, Gate(metric=card.gate["metric"], limit=card.gate["limit"]))
-    return LoadedPolicy(network, card, Surrogate(replay, Kernel(**card.kernel)), replay)
+    return place
 
 
 def file_hash(path: Path) -> str:
@@ -214,12 +289,13 @@ def _read_card(path: Path) -> Card:
                 f"policy card {str(card_path)!r} has version {data['version']} and this routepilot"
                 f" reads {CARD_VERSION}; train the policy anew"
             )
-        for name in ("models", "held_out", "row_features", "context_features"):
-            data[name] = tuple(data[name])
+        for name in ("models", "held_out", "validation", "row_features", "context_features"):
+            data[name] = tuple(data.get(name, ()))
         card = Card(**data)
         Kernel(**card.kernel)
         Calibration(**card.calibration)
         Gate(metric=card.gate["metric"], limit=card.gate["limit"])
+        dict(card.more_tables)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PolicyError(
             f"policy card {str(card_path)!r} cannot be read ({' '.join(str(error).split())[:120]});"

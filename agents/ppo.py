@@ -6,7 +6,7 @@ warm start by imitation. Needs the extra `train`; nothing here is needed to use 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -118,52 +118,51 @@ def weights_of(net: RowNetwork) -> dict[str, NDArray[np.float32]]:
     return {name: state[name].detach().cpu().numpy().astype(np.float32) for name in shapes()}
 
 
-def imitate(
-    net: RowNetwork,
-    observations: Sequence[dict[str, NDArray[Any]]],
-    targets: NDArray[np.float32],
-    values: NDArray[np.float32],
-    *,
-    epochs: int,
-    seed: int,
-    batch: int = 256,
-    learning_rate: float = 1e-3,
-) -> float:
-    """Warm start: cross-entropy to a teacher's choice, and regression of returns.
+class Imitation:
+    """Warm start: cross-entropy to a teacher's choice, and regression of returns, pass by pass.
+
+    What a pass depends on are the network, `optimizer` and `generator`; whoever keeps the three can
+    go on from there.
 
     Args:
         net: Trained in place.
-        observations: What the teacher saw.
-        targets: Teacher's probabilities, shape (n, rows + 1).
-        values: Returns that followed, shape (n,).
-        epochs: Passes over the data.
+        lessons: `candidates`, `context` and `mask` that the teacher saw, its `targets`
+            (probabilities, shape (n, rows + 1)) and the `values` (returns) that followed,
+            shape (n,).
         seed: Seed of the shuffling.
         batch: Batch size.
         learning_rate: Of Adam.
-
-    Returns:
-        Cross-entropy of the last pass.
     """
-    stacked = {
-        key: torch.as_tensor(np.stack([o[key] for o in observations])).float()
-        for key in ("candidates", "context", "mask")
-    }
-    wanted, returns = torch.as_tensor(targets), torch.as_tensor(values)
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(net.parameters(), lr=learning_rate)
-    last = 0.0
-    for _ in range(epochs):
-        last = 0.0
-        order = torch.randperm(len(wanted), generator=generator)
-        for start in range(0, len(order), batch):
-            places = order[start : start + batch]
-            logits, value = net(
-                stacked["candidates"][places], stacked["context"][places], stacked["mask"][places]
-            )
-            entropy = -(wanted[places] * F.log_softmax(logits, -1)).sum(-1).mean()
-            loss = entropy + F.mse_loss(value[:, 0], returns[places])
-            optimizer.zero_grad()
+
+    def __init__(
+        self,
+        net: RowNetwork,
+        lessons: Mapping[str, NDArray[Any]],
+        *,
+        seed: int,
+        batch: int = 256,
+        learning_rate: float = 1e-3,
+    ) -> None:
+        self._net, self._batch = net, batch
+        self._seen = [
+            torch.as_tensor(lessons[key]).float() for key in ("candidates", "context", "mask")
+        ]
+        self._wanted = torch.as_tensor(lessons["targets"])
+        self._returns = torch.as_tensor(lessons["values"])
+        self.generator = torch.Generator().manual_seed(seed)
+        self.optimizer = torch.optim.Adam(net.parameters(), lr=learning_rate)
+
+    def run_pass(self) -> float:
+        """One pass over the lessons; returns its cross-entropy."""
+        found = 0.0
+        order = torch.randperm(len(self._wanted), generator=self.generator)
+        for start in range(0, len(order), self._batch):
+            places = order[start : start + self._batch]
+            logits, value = self._net(*(seen[places] for seen in self._seen))
+            entropy = -(self._wanted[places] * F.log_softmax(logits, -1)).sum(-1).mean()
+            loss = entropy + F.mse_loss(value[:, 0], self._returns[places])
+            self.optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            last += float(entropy.detach()) * len(places) / len(wanted)
-    return last
+            self.optimizer.step()
+            found += float(entropy.detach()) * len(places) / len(self._wanted)
+        return found

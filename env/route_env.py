@@ -29,12 +29,15 @@ from routepilot.env.episode import (
 from routepilot.env.errors import InputError
 from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
-from routepilot.env.routes import Catalog, Route
-from routepilot.env.surrogate import Surrogate, leave_family_out
+from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
+from routepilot.env.surrogate import Surrogate, encode, leave_family_out
 
 #: Names under which the environments are registered.
 ENV_ID = "RoutePilot/RouteSelection-v0"
 LIVE_ENV_ID = "RoutePilot/LiveRouteSelection-v0"
+
+#: Fewest routes that a random sub-catalog offers, where a model has as many.
+LEAST_ROUTES = 8
 
 Seen = dict[str, Any]
 
@@ -48,12 +51,17 @@ class Randomness:
         prices: Least and largest price of an average build, in log speed-up.
         noise: Draw each recorded log speed-up anew within its interval.
         share: Least share of a model's routes that an episode offers.
+        knobs: Least share of the catalog's knobs that an episode may change: with less than 1 an
+            episode sees a random sub-catalog.
+        blind: Share of episodes whose surrogate knows no records, as on a catalog never seen.
     """
 
     budgets: tuple[int, int] = (4, 12)
     prices: tuple[float, float] = (0.005, 0.005)
     noise: bool = False
     share: float = 1.0
+    knobs: float = 1.0
+    blind: float = 0.0
 
 
 class _SelectionEnv(gymnasium.Env[Seen, np.int64]):
@@ -119,6 +127,7 @@ class _SelectionEnv(gymnasium.Env[Seen, np.int64]):
             "log_speedup": self._episode.best,
             "route": str(self._episode.incumbent),
             "builds": self._episode.used,
+            "failed": self._episode.failed,
         }
 
 
@@ -171,6 +180,7 @@ class RouteSelectionEnv(_SelectionEnv):
         if not self._models:
             raise InputError("the table holds no model to train on; collect one, or hold out less")
         self.surrogates = dict(surrogates or leave_family_out(self.replay))
+        self._blank: dict[str, Surrogate] = {}
         self._mean_seconds = float(np.mean(np.concatenate([m.build_seconds for m in self._models])))
 
     def reset(
@@ -219,12 +229,16 @@ class RouteSelectionEnv(_SelectionEnv):
         return np.asarray(chances / chances.sum())
 
     def _begin(self, model: ModelReplay, budget: int, price: float) -> Episode:
-        belief = self.surrogates[model.card.family].prior(model)
+        belief = self._surrogate(model.card.family).prior(model)
         routes = model.routes
+        kept = np.arange(len(routes))
+        if self.randomness.knobs < 1.0:
+            kept = kept[self._within_open_knobs(belief.codes)]
         if self.randomness.share < 1.0:
             share = self.np_random.uniform(self.randomness.share, 1.0)
-            count = max(1, round(share * len(routes)))
-            kept = np.sort(self.np_random.choice(len(routes), count, replace=False))
+            count = max(1, round(share * len(kept)))
+            kept = np.sort(self.np_random.choice(kept, count, replace=False))
+        if len(kept) < len(routes):
             routes = tuple(routes[i] for i in kept)
             belief = belief.only(kept)
         else:
@@ -238,6 +252,31 @@ class RouteSelectionEnv(_SelectionEnv):
             price,
             self.np_random,
         )
+
+    def _surrogate(self, family: str) -> Surrogate:
+        """What is believed of a family's models in this episode."""
+        blind = self.randomness.blind
+        if blind == 0.0 or self.np_random.random() >= blind:
+            return self.surrogates[family]
+        if family not in self._blank:
+            self._blank[family] = self.surrogates[family].blank(self.replay.catalog)
+        return self._blank[family]
+
+    def _within_open_knobs(self, codes: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which routes change none but the knobs that this episode opens.
+
+        Args:
+            codes: The routes as value numbers, shape (routes, knobs).
+        """
+        changed = codes != encode(self.replay.catalog, [DEFAULT_ROUTE])
+        rank = self.np_random.permutation(changed.shape[1])
+        share = self.np_random.uniform(self.randomness.knobs, 1.0)
+        # Knobs open in the order of their rank; a route needs the last of those it changes.
+        needed = np.where(changed, rank, -1).max(axis=1)
+        fewest = min(LEAST_ROUTES, len(needed)) - 1
+        opened = max(round(share * changed.shape[1]), int(np.partition(needed, fewest)[fewest]) + 1)
+        found: NDArray[np.bool_] = needed < opened
+        return found
 
 
 class LiveRouteSelectionEnv(_SelectionEnv):

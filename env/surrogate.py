@@ -21,9 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
+from routepilot.env.accuracy import Gate
+from routepilot.env.backends.base import Target
 from routepilot.env.backends.recorded import LOST, ModelReplay, Replay, noise_of
 from routepilot.env.outcomes import Outcome
 from routepilot.env.precedents import Precedents, PrecedentTable
+from routepilot.env.records import RouteTable
 from routepilot.env.routes import Catalog, Route
 
 Floats = NDArray[np.float64]
@@ -252,15 +255,31 @@ def log_loss(loss: float) -> float:
     return max(math.log10(max(min(loss, LOST), 1e-12)), SMALLEST_LOSS)
 
 
+@dataclass(frozen=True)
+class Scales:
+    """Mean and standard deviation of both signals, which a process without records cannot know.
+
+    Attributes:
+        speed: Of the log speed-up.
+        loss: Of the log10 loss.
+    """
+
+    speed: tuple[float, float] = (0.0, 1.0)
+    loss: tuple[float, float] = (0.0, 1.0)
+
+
 class Surrogate:
     """The process, conditioned on a table.
 
     Args:
         replay: Training models.
         kernel: Hyperparameters.
+        scales: Scales of the signals where the replay has no models.
     """
 
-    def __init__(self, replay: Replay, kernel: Kernel | None = None) -> None:
+    def __init__(
+        self, replay: Replay, kernel: Kernel | None = None, scales: Scales | None = None
+    ) -> None:
         self.kernel = kernel or Kernel()
         self.catalog = replay.catalog
         self.gate = replay.gate
@@ -280,11 +299,22 @@ class Surrogate:
         self._speed = self._condition(
             [np.clip(m.log_speedup, -CLIP, CLIP) for m in self.models],
             [np.hypot(m.noise, SPEED_NOISE) for m in self.models],
+            (scales or Scales()).speed,
         )
         self._loss = self._condition(
             [np.array([log_loss(x) for x in m.loss]) for m in self.models],
             [np.full(len(m.routes), LOSS_NOISE) for m in self.models],
+            (scales or Scales()).loss,
         )
+
+    @property
+    def scales(self) -> Scales:
+        """Scales of the signals, as the records have them."""
+        return Scales(self._speed.scale, self._loss.scale)
+
+    def blank(self, catalog: Catalog) -> Surrogate:
+        """A surrogate for another catalog: these scales and this kernel, and no records."""
+        return blank(catalog, self.gate, self.kernel, self.scales)
 
     def belief(self, features: Sequence[float] | None, routes: Sequence[Route]) -> Belief:
         """The belief about candidate routes of a new model.
@@ -343,20 +373,26 @@ class Surrogate:
 
     def _feature_likeness(self, features: Sequence[float] | None) -> Floats:
         """Likeness of a new model with each training model, in 0..1; 0 when nothing is known."""
-        if features is None:
+        if features is None or not self.models:
             return np.zeros(len(self.models))
         return self._feature_kernel(self._standard(np.array([features], dtype=float))[0])
 
-    def _condition(self, values: list[Floats], noises: list[Floats]) -> _Conditioned:
+    def _condition(
+        self, values: list[Floats], noises: list[Floats], empty: tuple[float, float]
+    ) -> _Conditioned:
         kernel = self.kernel
         kept = [np.flatnonzero(~np.isnan(v)) for v in values]
         known = [v[k] for v, k in zip(values, kept, strict=True)]
-        flat = np.concatenate(known) if known else np.zeros(0)
+        if not known:
+            return _Conditioned(
+                np.zeros(0, int), np.zeros(0, int), np.zeros(0), np.zeros(0), *empty
+            )
+        flat = np.concatenate(known)
         centre = float(flat.mean()) if len(flat) else 0.0
         scale = float(flat.std()) if len(flat) > 1 and flat.std() > 1e-6 else 1.0
         places = [p[k] for p, k in zip(self._places, kept, strict=True)]
         sizes = [len(k) for k in kept]
-        place = np.concatenate(places) if places else np.zeros(0, int)
+        place = np.concatenate(places)
         owner = np.repeat(np.arange(len(sizes)), sizes)
         between = kernel.shared + kernel.alike * np.array(
             [self._feature_kernel(f) for f in self._features]
@@ -390,6 +426,11 @@ class _Conditioned:
             self._factor = cho_factor(cov.T, lower=True, overwrite_a=True, check_finite=False)
             self._weights = cho_solve(self._factor, values, check_finite=False)
 
+    @property
+    def scale(self) -> tuple[float, float]:
+        """Mean and standard deviation of the signal."""
+        return self._centre, self._scale
+
     def posterior(self, likeness: Floats, cross: Floats, prior: Floats) -> Signal:
         """Mean and covariance over candidate routes of a model.
 
@@ -407,6 +448,15 @@ class _Conditioned:
         mean = known.T @ self._weights
         cov = prior - half.T @ half
         return Signal(self._centre + self._scale * mean, self._scale**2 * cov)
+
+
+def blank(catalog: Catalog, gate: Gate, kernel: Kernel, scales: Scales) -> Surrogate:
+    """A surrogate that has no records of a catalog, and knows the scales of others.
+
+    Its beliefs start the same for every route and learn from the run alone.
+    """
+    nothing = RouteTable(catalog, Target(catalog.name, "", {}, catalog.key, {}), (), {})
+    return Surrogate(Replay(nothing, gate), kernel, scales)
 
 
 def leave_family_out(replay: Replay, kernel: Kernel | None = None) -> dict[str, Surrogate]:

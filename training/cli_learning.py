@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from routepilot.training.cli import EffortOpt, JsonOpt, SeedOpt, app
+from routepilot.training.cli import JsonOpt, SeedOpt, app
 from routepilot.training.effort import Effort, preset
 
 
@@ -20,16 +20,14 @@ def later_families(families: tuple[str, ...], learn_from: str) -> tuple[str, ...
     Raises:
         InputError: An unknown split.
     """
-    from routepilot.env.errors import InputError
-    from routepilot.env.zoo_entries import SPLITS, splits
+    from routepilot.training.recipe import later_families as later
 
-    wanted = [name.strip() for name in learn_from.split(",") if name.strip()]
-    unknown = sorted(set(wanted) - set(SPLITS))
-    if unknown:
-        raise InputError(f"split {unknown[0]!r} is not known; choose from {', '.join(SPLITS)}")
-    if not wanted:
-        return ()
-    return tuple(f for f in families if splits().get(f, wanted[0]) not in wanted)
+    return later(families, names(learn_from) or [])
+
+
+def names(text: str | None) -> list[str] | None:
+    """Names separated by commas; None where the option is absent."""
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
 
 @app.command()
@@ -37,15 +35,24 @@ def train(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the policy.")] = Path(
         "policy"
     ),
-    table: Annotated[str, typer.Option(help="Route table: a file or a released name.")] = "cpu",
+    config: Annotated[
+        str | None,
+        typer.Option(help="Recipe: a .yaml file or a released name; options override it."),
+    ] = None,
+    table: Annotated[
+        list[str] | None,
+        typer.Option(help="Route table: a file or a released name (cpu if absent); repeatable."),
+    ] = None,
     hold_out: Annotated[
-        str, typer.Option(help="Families left out of training, separated by commas.")
-    ] = "",
-    effort: EffortOpt = Effort.STANDARD,
+        str | None, typer.Option(help="Families left out of training, separated by commas.")
+    ] = None,
+    effort: Annotated[
+        Effort | None, typer.Option(help="Preset of environment steps; standard if absent.")
+    ] = None,
     learn_from: Annotated[
-        str,
+        str | None,
         typer.Option(help="Splits to learn from, e.g. train,validation; all families if absent."),
-    ] = "",
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -53,45 +60,75 @@ def train(
             help="Environment steps of PPO; 0 only imitates (agent bc); the effort's if absent.",
         ),
     ] = None,
+    validation: Annotated[
+        str | None,
+        typer.Option(
+            help="Families that train nothing, choose the weights and stop the training; split:"
+            " the corpus' validation families."
+        ),
+    ] = None,
     max_seconds: Annotated[
         float | None, typer.Option(help="Stop training after this many seconds.")
     ] = None,
-    name: Annotated[str, typer.Option(help="Name of the policy.")] = "policy",
-    seed: SeedOpt = 0,
+    name: Annotated[str | None, typer.Option(help="Name of the policy.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any setting of a recipe, e.g. learning_rate=2e-4; repeatable."),
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Folder for TensorBoard's scalars (extra board).")
+    ] = None,
     json: JsonOpt = False,
 ) -> None:
-    """Train a policy on a route table.
+    """Train a policy on a route table, or on several.
 
-    Needs the extra `train`. Interrupting saves the policy as it is.
+    Needs the extra `train`. A run that was killed goes on with the same command; one that is
+    interrupted also saves the policy as it is.
 
-    Example: routepilot train --table cpu --hold-out vad-lstm -o policy
+    Example: routepilot train --config cpu --seed 1 -o policy
     """
-    from routepilot.env.errors import InputError
     from routepilot.env.tables import load_table
     from routepilot.training import console
     from routepilot.training.defaults import find_table
-    from routepilot.training.train import TrainConfig
+    from routepilot.training.recipe import (
+        find_recipe,
+        make_recipe,
+        plan_families,
+        read_recipe,
+        read_setting,
+    )
     from routepilot.training.train import train as run
 
-    source = load_table(find_table(table))
-    families = tuple(name.strip() for name in hold_out.split(",") if name.strip())
-    unknown = sorted(set(families) - set(source.families))
-    if unknown:
-        raise InputError(
-            f"family {unknown[0]!r} is not in the table; it has {', '.join(source.families)}"
-        )
-    families += later_families(source.families, learn_from)
+    path = find_recipe(config) if config is not None else None
+    given = read_recipe(path) if path is not None else {}
+    options = {
+        "tables": table,
+        "hold_out": names(hold_out),
+        "learn_from": names(learn_from),
+        "validation": names(validation),
+        "steps": steps if effort is None or steps is not None else preset(effort).steps,
+        "max_seconds": max_seconds,
+        "name": name,
+        "seed": seed,
+    }
+    make_recipe(given, f"recipe {str(path)!r}")  # its own mistakes are told as its own
+    given.update({key: value for key, value in options.items() if value is not None})
+    given.update(read_setting(text) for text in set_ or ())
+    recipe = make_recipe(given, "the command")
+    files = [find_table(one) for one in recipe.tables]
+    tables = [load_table(file) for file in files]
+    held_out, validating = plan_families(recipe, tables)
     result = run(
-        source,
-        TrainConfig(
-            seed=seed,
-            steps=preset(effort).steps if steps is None else steps,
-            max_seconds=max_seconds,
-        ),
-        held_out=tuple(dict.fromkeys(families)),
+        tables,
+        recipe.settings,
+        held_out=held_out,
+        validation=validating,
         out=out,
-        name=name,
-        source=find_table(table),
+        name=recipe.name,
+        gate=recipe.gate,
+        source=files,
+        tensorboard=tensorboard,
         say=(lambda _: None) if json else console.say,
     )
     if json:
@@ -140,7 +177,7 @@ def evaluate(
     from routepilot.training.evaluate import evaluate as run
     from routepilot.training.files import ensure_folder, write_json
 
-    names = [name.strip() for name in agents.split(",") if name.strip()] or list(DEFAULT_AGENTS)
+    wanted = names(agents) or list(DEFAULT_AGENTS)
     source = load_table(find_table(table))
     say = (lambda _: None) if json else console.say
     folder = ensure_folder(out)
@@ -155,11 +192,11 @@ def evaluate(
             imitate=name == "bc",
         )
         for name in POLICY_FOLDERS
-        if name in names
+        if name in wanted
     }
     result = run(
         source,
-        names,
+        wanted,
         policies=policies,
         name=table,
         tolerance=tolerance,

@@ -215,7 +215,7 @@ def _sources(
         if policy is None and released not in released_policies():
             raise PolicyError(f"no policy is released for {backend}; give one with --policy")
         loaded = load_policy(find_policy(policy or released))
-        card = loaded.replay.table.card(named.model.fingerprint)
+        card = loaded.model(named.model.fingerprint)
         family = card.family if card is not None else family
         if card is not None:
             loaded = load_policy(find_policy(policy or released), without=(family,))

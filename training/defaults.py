@@ -43,6 +43,9 @@ class Choice:
     policy: LoadedPolicy | None = None
 
 
+#: The policy for backends without one of their own.
+ANY = "any"
+
 #: Released policy and table of backends whose own name they do not bear.
 RELEASED_AS = {"cuda": "h200"}
 
@@ -127,13 +130,35 @@ def choose_agent(session: Session, *, policy: str | None, agent: str | None) -> 
             table = load_table(find_table(released_name(backend)))
             replay = Replay(table, session.config.gate)
         return Choice(agent, agent, f"agent {agent}, as asked", replay)
-    released = released_name(backend)
-    if policy is None and released not in released_policies():
+    if policy is not None:
+        loaded = load_policy(find_policy(policy))
+        why = f"policy {policy}, as asked; {_records(loaded, session)}"
+        return Choice(_agent_of(loaded), policy, why, policy=loaded)
+    released = released_policies()
+    name = next((n for n in (released_name(backend), ANY) if n in released), None)
+    if name is None:
         # A random route changes half the knobs at once, of which few are worth a change.
         name = "random" if len(session.catalog.knobs) <= FEW_KNOBS else "recentred"
         return Choice(name, name, f"agent {name}: no policy is released for {backend}")
-    name = policy or released
     loaded = load_policy(find_policy(name))
-    why = "as asked" if policy else f"the released one for the {backend} backend"
-    agent = "ppo" if loaded.card.steps > 0 else "bc"
-    return Choice(agent, name, f"policy {name}, {why}", policy=loaded)
+    reason = f"the released one for the {backend} backend"
+    if name == ANY:
+        reason = f"since none is released for the {backend} backend and it is for any catalog"
+    why = f"policy {name}, {reason}; {_records(loaded, session)}"
+    return Choice(_agent_of(loaded), name, why, policy=loaded)
+
+
+def _agent_of(policy: LoadedPolicy) -> str:
+    """`bc` is a policy that only imitates its teacher."""
+    return "ppo" if policy.card.steps > 0 else "bc"
+
+
+def _records(policy: LoadedPolicy, session: Session) -> str:
+    """What a policy's beliefs about a session's target rest on, for people."""
+    replay = policy.replay_for(session.catalog)
+    if replay is None:
+        known = ", ".join(sorted({r.catalog.name for r in policy.replays}))
+        return f"it has no records of this catalog (of {known} alone) and goes by this run's builds"
+    device = replay.table.target.device
+    same = "this device" if device == session.target.device else f"another device ({device})"
+    return f"it knows records of {len(replay.models)} models on {same}"

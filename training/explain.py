@@ -289,7 +289,7 @@ def _models(session: Session, run: Run) -> tuple[tuple[str, float], ...]:
 
     choice = choose_agent(session, policy=run.policy, agent=run.agent)
     if choice.policy is not None:
-        surrogate = choice.policy.surrogate
+        surrogate = choice.policy.surrogate_for(session.catalog)
     elif choice.replay is not None:
         surrogate = Surrogate(choice.replay)
     else:

@@ -1,39 +1,42 @@
-"""`train`: from a route table to a policy, in one readable file.
+"""`train`: from route tables to a policy, in one readable file.
 
 Owns the training run: warm start by imitating a teacher that knows the recorded outcomes, then PPO,
-then the weights that did best on models of families the run never trained on. Each episode's
-surrogate never saw the family of the episode's model, so training meets what use will meet.
+then the weights that did best on the exams (`courses.py`, `scoring.py`). Each episode's surrogate
+never saw the family of the episode's model, so training meets what use will meet. A run that was
+killed goes on where it was (`checkpointing.py`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from routepilot.agents.policy import Card, Network, file_hash, save_policy
+from routepilot.agents.policy import Card, file_hash, save_policy
 from routepilot.env.accuracy import Gate
-from routepilot.env.backends.recorded import Replay
-from routepilot.env.episode import ROWS
 from routepilot.env.errors import InputError, MissingExtraError
-from routepilot.env.forecast import fit, seen_odds
 from routepilot.env.records import RouteTable
 from routepilot.env.route_env import Randomness, RouteSelectionEnv
-from routepilot.env.surrogate import Kernel, Surrogate, leave_family_out
+from routepilot.env.surrogate import Kernel
 from routepilot.env.tables import save_table
+from routepilot.training.courses import AlternatingEnv, calibrate, courses, exams, open_school
 from routepilot.training.defaults import checkpoints_folder
 from routepilot.training.files import ensure_folder
 from routepilot.training.manifest import package_versions
+from routepilot.training.scoring import BUDGETS, Best
 from routepilot.training.session import Say, silent
 
-#: Budgets at which a policy is scored.
-BUDGETS = (1, 2, 4, 8, 16)
+if TYPE_CHECKING:
+    from routepilot.training.checkpointing import Checkpoint, Keeper
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,14 @@ class TrainConfig:
     share: float = 0.6
     #: Limits of the relative L2 error that episodes draw from.
     limits: tuple[float, ...] = (3e-3, 1e-2, 3e-2, 1e-1)
+    #: Draw each recorded log speed-up anew within its interval.
+    noise: bool = True
+    #: Least share of a catalog's knobs that an episode may change; below 1, random sub-catalogs.
+    knobs: float = 1.0
+    #: Share of episodes whose surrogate knows no records, as on a catalog never seen.
+    blind: float = 0.0
+    #: Evaluations without a better one after which training stops, where families validate.
+    patience: int = 4
     #: Kernel of the surrogate.
     kernel: Kernel = Kernel()
 
@@ -90,46 +101,76 @@ class Trained:
         path: The policy's weights file.
         scores: Share of the oracle's gain by budget at the start and the end.
         steps: Environment steps.
-        seconds: Wall-clock seconds.
+        seconds: Wall-clock seconds, those before a kill included.
+        steps_per_second: Environment steps a second while PPO ran, updates and scoring included.
     """
 
     path: Path
     scores: dict[str, Any]
     steps: int
     seconds: float
+    steps_per_second: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """The result as plain data."""
         return {**asdict(self), "path": str(self.path)}
 
 
+class _Clock:
+    """Seconds of a run, over as many processes as it took."""
+
+    def __init__(self, start: float, before: Mapping[str, float]) -> None:
+        self._start, self._before = start, before
+        self._ppo: float | None = None
+
+    def start_ppo(self) -> None:
+        self._ppo = time.monotonic()
+
+    def read(self) -> dict[str, float]:
+        now = time.monotonic()
+        ppo = now - self._ppo if self._ppo is not None else 0.0
+        return {
+            "seconds": self._before.get("seconds", 0.0) + now - self._start,
+            "ppo": self._before.get("ppo", 0.0) + ppo,
+        }
+
+
 def train(
-    table: RouteTable,
+    table: RouteTable | Sequence[RouteTable],
     config: TrainConfig | None = None,
     *,
     held_out: tuple[str, ...] = (),
+    validation: tuple[str, ...] = (),
     out: Path,
     name: str = "policy",
     gate: Gate | None = None,
-    source: Path | None = None,
+    source: Path | Sequence[Path | None] | None = None,
+    tensorboard: Path | None = None,
     say: Say = silent,
 ) -> Trained:
-    """Train a policy on a table and save it with its card and its table.
+    """Train a policy on one table, or on several so that it serves each of their catalogs.
+
+    A run that was killed goes on from its last checkpoint in `out` when it is called again with the
+    same arguments, and ends with the same weights as one that was not.
 
     Args:
-        table: Route table.
+        table: Route table, or several.
         config: Settings.
         held_out: Families left out of everything: training, surrogate, validation.
+        validation: Families that train nothing: they choose the weights and stop the training. The
+            surrogate knows them at work.
         out: Folder for the policy.
         name: Name of the policy.
         gate: Gate that the card names and the scores use.
-        source: File the table was read from. A released table is referred to by the card; any
+        source: File each table was read from. A released table is referred to by the card; any
             other is copied beside the policy, which needs it at work.
+        tensorboard: Folder for TensorBoard's scalars (`scalars.SCALARS`); None for none.
         say: Hears progress.
 
     Raises:
-        InputError: Fewer than three families are left to train on.
-        MissingExtraError: Torch or Stable-Baselines3 is not installed.
+        InputError: Fewer than three families of a table are left to train on.
+        MissingExtraError: Torch or Stable-Baselines3 is not installed, or TensorBoard is not.
+        KeyboardInterrupt: It was interrupted; the best so far and the checkpoint are saved.
     """
     try:
         import torch
@@ -141,26 +182,35 @@ def train(
         raise MissingExtraError(
             f"training needs {error.name}; pip install 'routepilot[train]'"
         ) from None
+    from routepilot.training.checkpointing import Keeper, restore_ppo
+    from routepilot.training.scalars import open_logger
+
     if not re.fullmatch(r"[^\W_][\w.+-]*", name):
         raise InputError(
             f"policy name {name!r} is not allowed; give letters, digits and . _ + - after a letter"
             " or digit, since it names the files"
         )
-    config, gate = config or TrainConfig(), gate or Gate()
     start = time.monotonic()
-    known = table.without_families(held_out)
-    if len(known.families) < 3:
-        raise InputError(
-            f"{len(known.families)} families are left to train on and 3 are needed; hold out fewer"
-        )
+    tables = (table,) if isinstance(table, RouteTable) else tuple(table)
+    sources = (source,) * len(tables) if source is None or isinstance(source, Path) else source
+    config, gate = config or TrainConfig(), gate or Gate()
+    if not tables or len(sources) != len(tables):
+        raise InputError(f"{len(tables)} route tables of {len(sources)} files; give one each")
+    schools = [open_school(t, held_out, validation, gate, config.kernel) for t in tables]
     folder = ensure_folder(out)
+    keeper = Keeper(folder, name, _key(tables, config, held_out, validation, gate), say)
+    saved = keeper.load()
+    clock = _Clock(start, saved.notes["clock"] if saved else {})
+    logger = open_logger(tensorboard)
     torch.manual_seed(config.seed)
     torch.set_num_threads(1)
-    # Beliefs about speed and loss do not depend on the limit: one fit serves every course.
-    surrogates = leave_family_out(Replay(known, gate), config.kernel)
-    limits = dict.fromkeys((gate.limit, *config.limits))
-    courses = [_course(known, replace(gate, limit=x), config, surrogates) for x in limits]
-    env = DummyVecEnv([_maker(courses[i % len(courses)]) for i in range(config.environments)])
+    randomness = Randomness(
+        config.budgets, config.prices, config.noise, config.share, config.knobs, config.blind
+    )
+    limits = tuple(dict.fromkeys((gate.limit, *config.limits)))
+    taught = courses(schools, limits, randomness)
+    envs = [AlternatingEnv(taught, n, config.environments) for n in range(config.environments)]
+    env = DummyVecEnv([partial(_same, one) for one in envs])
     env.seed(config.seed)
     model = PPO(
         ppo.RowPolicy,
@@ -175,30 +225,61 @@ def train(
         seed=config.seed,
         device="cpu",
     )
-    net = model.policy.net
-    _warm_start(net, courses, config, say)
-    best = _Best(net, courses)
-    say(f"after imitation ({time.monotonic() - start:.0f} s): {best.text()}")
-    stopped = _improve(model, best, config, start, say)
-    seconds = time.monotonic() - start
-    place = _keep_table(source, known, folder / f"{name}.parquet")
+    model.set_logger(logger)
+    run = _Run(
+        config,
+        model,
+        envs,
+        Best(exams(schools, limits, max(BUDGETS)), len(schools), validation),
+        "validation" if validation else "training",
+        keeper,
+        clock,
+        say,
+    )
+    if saved is not None and saved.phase == "ppo":
+        run.best.restore(saved.notes["best"], restore_ppo(saved, model, envs))
+        run.next = int(saved.notes["next"])
+        say(f"goes on after {model.num_timesteps} steps")
+    else:
+        run.imitate(taught, saved)
+        run.consider()
+        say(f"after imitation ({clock.read()['seconds']:.0f} s): {run.best.text()}")
+    ended = run.improve()
+    logger.close()
+    spent, steps = clock.read(), int(model.num_timesteps)
+    speed = steps / spent["ppo"] if steps else 0.0
+    places = [
+        _keep_table(file, school.table, folder, name if len(tables) == 1 else f"{name}-{number}")
+        for number, (file, school) in enumerate(zip(sources, schools, strict=True), 1)
+    ]
     card = Card(
         name=name,
-        table=place.name,
-        table_sha256=file_hash(place),
-        models=tuple(card.name for card in known.models),
+        table=places[0].name,
+        table_sha256=file_hash(places[0]),
+        models=tuple(dict.fromkeys(m.card.name for s in schools for m in s.trained)),
         held_out=held_out,
         gate={"metric": gate.metric, "limit": gate.limit},
         kernel=asdict(config.kernel),
         seed=config.seed,
-        steps=int(model.num_timesteps),
-        scores=best.scores(),
-        calibration=asdict(fit(*seen_odds(list(courses[0].replay), surrogates, gate.limit))),
+        steps=steps,
+        scores=run.best.as_json(),
+        calibration=asdict(calibrate(schools, gate.limit)),
         versions=package_versions(),
+        more_tables={place.name: file_hash(place) for place in places[1:]},
+        validation=validation,
+        settings=asdict(config),
+        seconds=round(spent["seconds"], 1),
+        steps_per_second=round(speed, 1),
     )
-    path = save_policy(folder, best.weights, card)
-    say(f"{model.num_timesteps} steps in {seconds:.0f} s{stopped}: {best.text()}")
-    return Trained(path, best.scores(), int(model.num_timesteps), seconds)
+    path = save_policy(folder, run.best.weights, card)
+    say(
+        f"{steps} steps in {spent['seconds']:.0f} s, {speed:.0f} a second in PPO{ended}:"
+        f" {run.best.text()}"
+    )
+    if run.interrupted:
+        raise KeyboardInterrupt
+    keeper.clear()
+    return Trained(path, run.best.as_json(), steps, spent["seconds"], speed)
 
 
 def steps_per_second(env: RouteSelectionEnv, steps: int = 5000) -> float:
@@ -215,57 +296,142 @@ def steps_per_second(env: RouteSelectionEnv, steps: int = 5000) -> float:
     return steps / (time.perf_counter() - start)
 
 
-def play(
-    env: RouteSelectionEnv, network: Network, model: str, budget: int
-) -> tuple[list[float], int]:
-    """Let a policy tune one recorded model.
+class _Run:
+    """A training run: imitation, then PPO, with its checkpoints.
 
-    Returns:
-        Best gain after each build up to the budget (a stop repeats the last), and builds used.
+    Args:
+        config: Settings.
+        model: Stable-Baselines3's PPO.
+        envs: Its environments.
+        best: The best weights so far.
+        exam: What its scores are called.
+        keeper: Of its checkpoints.
+        clock: Of its seconds.
+        say: Hears progress.
     """
-    from routepilot.env.episode import Observation
 
-    seen, _ = env.reset(seed=0, options={"model": model})
-    gains: list[float] = []
-    while len(gains) < budget:
-        observation = Observation(
-            seen["candidates"], seen["context"], seen["mask"], np.zeros(ROWS, np.int64)
-        )
-        action = int(np.argmax(network.logits(observation)))
-        seen, _, done, _, info = env.step(np.int64(action))
-        if action != ROWS:
-            gains.append(float(info["log_speedup"]))
-        if done:
-            break
-    used = len(gains)
-    gains += [gains[-1] if gains else 0.0] * (budget - used)
-    return gains, used
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: Any,
+        envs: Sequence[AlternatingEnv],
+        best: Best,
+        exam: str,
+        keeper: Keeper,
+        clock: _Clock,
+        say: Say,
+    ) -> None:
+        self.config, self.model, self.envs, self.best = config, model, envs, best
+        self.exam, self.keeper, self.clock, self.say = exam, keeper, clock, say
+        #: Steps at which the next evaluation is due.
+        self.next = config.evaluate_every
+        self.interrupted = False
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time is up."""
+        longest = self.config.max_seconds
+        return longest is not None and self.clock.read()["seconds"] > longest
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the validation families got nothing better for too long."""
+        return self.exam == "validation" and self.best.stale >= self.config.patience
+
+    def imitate(self, taught: Sequence[RouteSelectionEnv], saved: Checkpoint | None) -> None:
+        """Learn from a teacher that knows which row is best."""
+        from routepilot.agents import ppo
+        from routepilot.training.checkpointing import imitation_checkpoint, restore_imitation
+
+        config, net = self.config, self.model.policy.net
+        lessons = self.keeper.load_lessons()
+        if lessons is None:
+            lessons = _lessons(taught, config)
+            self.keeper.save_lessons(lessons)
+        imitation = ppo.Imitation(net, lessons, seed=config.seed)
+        begun, loss = 0, 0.0
+        if saved is not None:
+            restore_imitation(saved, imitation, net)
+            begun, loss = int(saved.notes["passes"]), float(saved.notes["loss"])
+            self.say(f"goes on after {begun} passes of imitation")
+        for number in range(begun + 1, config.teacher_epochs + 1):
+            loss = imitation.run_pass()
+            self.model.logger.record("imitation/cross_entropy", loss)
+            self.model.logger.dump(step=number)
+            notes = {"passes": number, "loss": loss, "clock": self.clock.read()}
+            self.keeper.save(imitation_checkpoint(imitation, net, notes))
+        count = len(lessons["targets"])
+        self.say(f"imitated {count} decisions of the teacher, cross-entropy {loss:.3f}")
+
+    def consider(self) -> float:
+        """Score the present weights and keep them if they are the best; returns their value."""
+        from routepilot.agents import ppo
+        from routepilot.training.scalars import record_scores
+
+        value = self.best.consider(ppo.weights_of(self.model.policy.net))
+        record_scores(self.model.logger, self.exam, self.best.last, value)
+        return value
+
+    def keep(self) -> None:
+        """Write down where PPO stands, between two rollouts."""
+        from routepilot.training.checkpointing import ppo_checkpoint
+
+        notes = {"best": self.best.notes(), "next": self.next, "clock": self.clock.read()}
+        self.keeper.save(ppo_checkpoint(self.model, self.envs, self.best.weights, notes))
+
+    def improve(self) -> str:
+        """Run PPO, keeping the best weights; returns why it ended early, if it did."""
+        from stable_baselines3.common.callbacks import BaseCallback
+
+        from routepilot.training.scalars import Episodes
+
+        run, episodes = self, Episodes()
+
+        class Watch(BaseCallback):
+            """Scores the policy now and then, writes it down, and ends training in time."""
+
+            def _on_rollout_start(self) -> None:
+                self.logger.dump(step=self.num_timesteps)  # the update's scalars
+                run.keep()
+                run.keeper.drop_lessons()
+
+            def _on_rollout_end(self) -> None:
+                episodes.record(self.logger)
+                if self.num_timesteps >= run.next:
+                    run.next += run.config.evaluate_every
+                    value = run.consider()
+                    run.say(
+                        f"{self.num_timesteps} steps: score {value:.3f}, best {run.best.text()}"
+                    )
+
+            def _on_step(self) -> bool:
+                episodes.hear(self.locals["infos"])
+                return not (run.is_late or run.is_stale)
+
+        self.clock.start_ppo()
+        done = int(self.model.num_timesteps)
+        try:
+            if self.config.steps > done:
+                self.model.learn(
+                    self.config.steps - done, callback=Watch(), reset_num_timesteps=False
+                )
+            self.consider()
+            self.model.logger.dump(step=self.model.num_timesteps)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self.consider()
+            return " (interrupted; the best so far is saved, and the same command goes on)"
+        if self.is_stale:
+            return f" (no better score in {self.best.stale} evaluations)"
+        return " (the time is up)" if self.is_late else ""
 
 
-def _course(
-    table: RouteTable, gate: Gate, config: TrainConfig, surrogates: Mapping[str, Surrogate]
-) -> RouteSelectionEnv:
-    randomness = Randomness(config.budgets, config.prices, noise=True, share=config.share)
-    return RouteSelectionEnv(table, gate, randomness, surrogates)
-
-
-def _maker(course: RouteSelectionEnv) -> Any:
-    """A function that makes an environment like `course`, sharing what was fitted for it."""
-    return lambda: RouteSelectionEnv(
-        course.replay.table, course.replay.gate, course.randomness, course.surrogates
-    )
-
-
-def _warm_start(
-    net: Any, courses: Sequence[RouteSelectionEnv], config: TrainConfig, say: Say
-) -> None:
-    """Play episodes with a teacher that knows which row is best, and imitate it."""
-    from routepilot.agents import ppo
-
+def _lessons(taught: Sequence[RouteSelectionEnv], config: TrainConfig) -> dict[str, NDArray[Any]]:
+    """Episodes with a teacher that knows which row is best, as `ppo.Imitation` takes them."""
     observations: list[dict[str, NDArray[Any]]] = []
     targets, values = [], []
     for number in range(config.teacher_episodes):
-        course = courses[number % len(courses)]
+        course = taught[number % len(taught)]
         seen, _ = course.reset(seed=config.seed * 1_000_003 + number)
         rewards, done = [], False
         while not done:
@@ -280,115 +446,37 @@ def _warm_start(
             seen, reward, done, _, _ = course.step(np.int64(action))
             rewards.append(reward)
         values += np.cumsum(rewards[::-1])[::-1].tolist()
-    loss = ppo.imitate(
-        net,
-        observations,
-        np.array(targets, np.float32),
-        np.array(values, np.float32),
-        epochs=config.teacher_epochs,
-        seed=config.seed,
-    )
-    say(f"imitated {len(targets)} decisions of the teacher, cross-entropy {loss:.3f}")
+    return {
+        **{key: np.stack([o[key] for o in observations]) for key in observations[0]},
+        "targets": np.array(targets, np.float32),
+        "values": np.array(values, np.float32),
+    }
 
 
-class _Best:
-    """The best weights so far, by share of the oracle's gain over budgets and limits."""
-
-    def __init__(self, net: Any, courses: Sequence[RouteSelectionEnv]) -> None:
-        self._net = net
-        budget = max(BUDGETS)
-        self._envs = [
-            RouteSelectionEnv(
-                course.replay.table,
-                course.replay.gate,
-                Randomness((budget, budget), (0.005, 0.005), noise=False, share=1.0),
-                course.surrogates,
-            )
-            for course in courses
-        ]
-        self.shares: dict[int, float] = {}
-        self.builds = 0.0
-        self.value = -1.0
-        self.weights: dict[str, NDArray[np.float32]] = {}
-        self.consider()
-
-    def consider(self) -> float:
-        """Score the present weights and keep them if they are the best."""
-        from routepilot.agents import ppo
-
-        weights = ppo.weights_of(self._net)
-        network = Network(weights)
-        # One limit alone would decide by the luck of a model or two.
-        scores = [self._score(env, network) for env in self._envs]
-        shares, mean_builds = scores[0]
-        value = float(np.mean([np.mean(list(s.values())) - 0.005 * b for s, b in scores]))
-        if value > self.value:
-            self.value, self.shares, self.builds = value, shares, mean_builds
-            self.weights = {name: array.copy() for name, array in weights.items()}
-        return value
-
-    @staticmethod
-    def _score(env: RouteSelectionEnv, network: Network) -> tuple[dict[int, float], float]:
-        """Share of the oracle's gain by budget, and mean builds before the stop."""
-        found = {budget: 0.0 for budget in BUDGETS}
-        oracle, builds = 0.0, 0
-        for model in env.replay:
-            gains, used = play(env, network, model.card.name, max(BUDGETS))
-            oracle += model.oracle
-            builds += used
-            for budget in BUDGETS:
-                found[budget] += gains[budget - 1]
-        shares = {budget: gain / max(oracle, 1e-9) for budget, gain in found.items()}
-        return shares, builds / len(env.replay.models)
-
-    def text(self) -> str:
-        """The best shares, for people."""
-        shares = ", ".join(f"{100 * s:.0f} % after {b}" for b, s in self.shares.items())
-        return f"{shares} builds, families unseen by the surrogate; stops after {self.builds:.1f}"
-
-    def scores(self) -> dict[str, Any]:
-        """The best shares as plain data."""
-        return {
-            "on": "the training models, each family unseen by its surrogate but not by the policy",
-            "gain_share": {str(budget): share for budget, share in self.shares.items()},
-            "stop_builds": self.builds,
-        }
+def _key(
+    tables: Sequence[RouteTable],
+    config: TrainConfig,
+    held_out: Sequence[str],
+    validation: Sequence[str],
+    gate: Gate,
+) -> str:
+    """Hash of all that a run's result depends on; how long it may take is not."""
+    settings = asdict(replace(config, max_seconds=None))
+    parts = [settings, list(held_out), list(validation), gate.metric, gate.limit]
+    found = hashlib.sha256(json.dumps([parts, package_versions()], sort_keys=True).encode())
+    for table in tables:
+        found.update(repr((table.catalog, table.models, table.outcomes)).encode())
+    return found.hexdigest()
 
 
-def _improve(model: Any, best: _Best, config: TrainConfig, start: float, say: Say) -> str:
-    """Run PPO, keeping the best weights; returns why it ended early, if it did."""
-    from stable_baselines3.common.callbacks import BaseCallback
-
-    class Watch(BaseCallback):
-        """Scores the policy now and then, and ends training in time."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.next = config.evaluate_every
-
-        def _on_rollout_end(self) -> None:
-            if self.num_timesteps >= self.next:
-                self.next += config.evaluate_every
-                value = best.consider()
-                say(f"{self.num_timesteps} steps: score {value:.3f}, best {best.text()}")
-
-        def _on_step(self) -> bool:
-            late = config.max_seconds is not None
-            return not (late and time.monotonic() - start > (config.max_seconds or 0.0))
-
-    try:
-        if config.steps > 0:
-            model.learn(config.steps, callback=Watch())
-        best.consider()
-    except KeyboardInterrupt:
-        best.consider()
-        return " (interrupted; the best so far is saved)"
-    return ""
+def _same(env: AlternatingEnv) -> AlternatingEnv:
+    return env
 
 
-def _keep_table(source: Path | None, known: RouteTable, place: Path) -> Path:
+def _keep_table(source: Path | None, known: RouteTable, folder: Path, name: str) -> Path:
     """The table file that a policy's card names."""
     if source is not None and source.resolve().parent == checkpoints_folder() / "tables":
         return source
+    place = folder / f"{name}.parquet"
     save_table(known, place)
     return place

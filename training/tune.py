@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepilot.agents import make_agent
-from routepilot.agents.base import Agent, Expecting
+from routepilot.agents.base import Agent, Expecting, Problem
 from routepilot.agents.believer import BelieverAgent
 from routepilot.agents.policy import LoadedPolicy
 from routepilot.env.accuracy import Gate
@@ -225,7 +225,7 @@ def tune(
             session, choice.agent, max_builds, seed, expression=expression, say=say
         )
         searcher = make_agent(choice.agent, problem, replay=choice.replay, policy=choice.policy)
-        foreseen = _foresee(searcher, choice.policy, session.features)
+        foreseen = _foresee(searcher, choice.policy, problem)
         say(f"default route of {prepared.name} on {backend}, {threads} thread(s)")
         default = session.default()
         facts = manifest(
@@ -297,18 +297,17 @@ def tune(
     return result
 
 
-def _foresee(
-    agent: Agent, policy: LoadedPolicy | None, features: Sequence[float]
-) -> dict[str, object]:
+def _foresee(agent: Agent, policy: LoadedPolicy | None, problem: Problem) -> dict[str, object]:
     """What a policy expects before the first build, as plain data."""
-    if policy is None or not isinstance(agent, BelieverAgent):
+    if policy is None or problem.features is None or not isinstance(agent, BelieverAgent):
         return {}
+    known = policy.surrogate_for(problem.catalog)
     calibration = Calibration(**policy.card.calibration)
     return {
         "routes": [route.as_json() for route in agent.foresee(calibration)],
         "models": [
             {"name": name, "likeness": likeness}
-            for name, likeness in policy.surrogate.nearest(features)
+            for name, likeness in known.nearest(problem.features)
         ],
     }
 

@@ -107,11 +107,14 @@ def test_every_fifth_build_is_random_and_the_others_are_not() -> None:
 
 
 def test_from_nothing_it_learns_which_engine_pays() -> None:
+    def outcome(route: Route) -> Outcome:
+        gain = 0.4 if route.values.get("-engine") == "b" else -0.2
+        return fine(route, 0.0 if route.is_default else gain)
+
     found = []
     for seed in range(6):
         agent = make_factory("forest-scratch")(problem(seed))
-        gain = lambda r: 0.4 if r.values.get("-engine") == "b" else -0.2  # noqa: E731
-        outcomes = search(agent, lambda r: fine(r, 0.0 if r.is_default else gain(r)), 12)
+        outcomes = search(agent, outcome, 12)
         found.append(np.mean([o.log_speedup > 0 for o in outcomes[5:]]))
     share = np.mean([r.values.get("-engine") == "b" for r in MODEL.routes])
     assert np.mean(found) > share + 0.2

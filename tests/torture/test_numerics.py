@@ -99,7 +99,8 @@ def test_intervals_of_the_median_agree_with_scipy(count: int) -> None:
 
 @pytest.mark.parametrize(
     "name", ["fast", "mixed", "full", "recentred", "random", "best-on-average", "knn", "coreset",
-             "grace", "forest", "forest-scratch", "transfer-gp", "two-way-gp", "greedy", "thompson", "tpe"],
+             "grace", "forest", "forest-scratch", "transfer-gp", "two-way-gp", "greedy",
+             "thompson", "tpe"],
 )  # fmt: skip
 def test_no_agent_sends_an_illegal_route_or_one_twice(name: str) -> None:
     from routepilot.agents import make_factory

@@ -1,12 +1,17 @@
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import synthetic
 
 from routepilot.agents import make_factory
 from routepilot.agents.policy import load_policy
 from routepilot.env.accuracy import Gate
 from routepilot.env.errors import InputError
+from routepilot.env.routes import Catalog
+from routepilot.env.tables import load_table
+from routepilot.training import defaults
 from routepilot.training.compare import compare
 from routepilot.training.defaults import (
     choose_agent,
@@ -26,8 +31,11 @@ class Session:
     class config:
         gate = Gate()
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, catalog: Catalog | None = None, device: str = "") -> None:
         self.config.backend = backend
+        table = load_table(find_table(released_name(backend))) if catalog is None else None
+        self.catalog = table.catalog if table else catalog
+        self.target = replace(table.target, device=device) if table else synthetic.TARGET
 
 
 @pytest.mark.parametrize(("backend", "name"), [("cpu", "cpu"), ("cuda", "h200")])
@@ -65,3 +73,25 @@ def test_compare_refuses_what_cannot_run_before_any_build(agents, words, tmp_pat
 
 def test_every_released_policy_loads():
     assert {"cpu", "h200"} <= set(released_policies())
+
+
+def test_the_choice_says_what_its_records_are_of():
+    session = Session("cpu", device="a new device")
+    why = choose_agent(session, policy=None, agent=None).why
+    assert why.startswith("policy cpu, the released one for the cpu backend; it knows records of")
+    assert "another device (" in why
+    session.target = load_table(find_table("cpu")).target
+    assert choose_agent(session, policy=None, agent=None).why.endswith("models on this device")
+
+
+def test_a_backend_without_a_policy_gets_the_one_for_any_catalog(tmp_path, monkeypatch):
+    session = Session("synthetic", synthetic.CATALOG)
+    for suffix in (".safetensors", ".json"):
+        shutil.copy(find_policy("cpu").with_suffix(suffix), tmp_path / f"any{suffix}")
+    shutil.copytree(find_table("cpu").parent, tmp_path / "tables")
+    monkeypatch.setattr(defaults, "checkpoints_folder", lambda: tmp_path)
+    choice = choose_agent(session, policy=None, agent=None)
+    assert (choice.agent, choice.name) == ("ppo", "any") and "no records" in choice.why
+    (tmp_path / "any.safetensors").unlink()
+    choice = choose_agent(session, policy=None, agent=None)
+    assert choice.agent == "random" and "no policy" in choice.why
