@@ -97,6 +97,16 @@ ExpressionOpt = Annotated[
 ExpressionFileOpt = Annotated[
     Path | None, typer.Option(help="The same from a file, as for --tuneBuildRouteFile.")
 ]
+RayOpt = Annotated[
+    str | None,
+    typer.Option("--ray", help="Run on a Ray cluster: local, auto or its address (docs/scale.md)."),
+]
+SlotOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--slot", help="With --ray: what a measuring slot takes, e.g. CPU=2,GPU=0.5,h200=1."
+    ),
+]
 DeadlineOpt = Annotated[float, typer.Option(help="Seconds one build with its timing may take.")]
 
 

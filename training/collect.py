@@ -1,7 +1,7 @@
 """`collect`: measure many routes on many models into one route table.
 
-Owns the plan of routes and the unattended run: one pinned worker a core, every outcome recorded
-as it comes, repeats as controls, resumed by repeating the command. Knows no agent.
+Owns the plan of routes and the unattended run: one worker a slot (`slots.py`), every outcome
+recorded as it comes, repeats as controls, resumed by repeating the command. Knows no agent.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import itertools
 import math
 import queue
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from routepilot.env.accuracy import Gate, regate
-from routepilot.env.errors import RoutePilotError
+from routepilot.env.errors import LostSlotError, MachineError, RoutePilotError
 from routepilot.env.models import Model
 from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route, combine
 from routepilot.env.store import RecordStore
 from routepilot.training.manifest import manifest
-from routepilot.training.session import Session, SessionConfig
+from routepilot.training.session import Place, Session, SessionConfig
+from routepilot.training.slots import Slot, in_threads
 
 #: Gate while collecting: anything that resembles the reference is timed, so that a table can be
 #: replayed at any tolerance below this.
@@ -143,7 +143,7 @@ def collect(
     *,
     neighbourhood: Neighbourhood = Neighbourhood(),
     repeats: Repeats = Repeats(),
-    cores: Sequence[int] = (0,),
+    slots: Sequence[Slot] = (Slot(cpu=0),),
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -157,7 +157,8 @@ def collect(
         workdir: Folder for transforms and logs.
         neighbourhood: What is built around a model's fastest routes.
         repeats: What is built and timed more than once.
-        cores: Cores to use, one model at a time each. Keep all else quiet.
+        slots: Where to measure, one model at a time each. Keep all else quiet. A slot of a cluster
+            that is lost for good gives its model to the others.
         on_progress: Hears every step, from any thread.
         should_stop: Asked before every build; True ends the run with everything saved.
     """
@@ -166,8 +167,10 @@ def collect(
         waiting.put(model)
     report = on_progress or (lambda _: None)
     faults: list[BaseException] = []
+    sound, lost = list(slots), list[LostSlotError]()
 
-    def work(core: int) -> None:
+    def work(slot: Slot) -> None:
+        entry: CorpusModel | None = None
         try:
             while not should_stop() and not faults:
                 try:
@@ -177,25 +180,29 @@ def collect(
                 _collect_model(
                     entry,
                     store_path,
-                    replace(config, gate=COLLECT_GATE, cpu=core),
+                    replace(slot.fit(config), gate=COLLECT_GATE),
                     routes,
                     workdir,
                     neighbourhood,
                     repeats,
                     report,
                     should_stop,
+                    slot.place,
                 )
+        except LostSlotError as error:
+            assert entry is not None
+            waiting.put(entry)
+            sound.remove(slot)
+            lost.append(error)
         except BaseException as error:
             faults.append(error)
 
-    threads = [threading.Thread(target=work, args=(core,), daemon=True) for core in cores]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(0.2)
+    while sound and not waiting.empty() and not should_stop() and not faults:
+        in_threads(work, tuple(sound))
     if faults:
         raise faults[0]
+    if lost and not waiting.empty() and not should_stop():
+        raise MachineError(f"every slot is lost: {lost[-1]}; repeat the command to go on")
 
 
 def _collect_model(
@@ -208,6 +215,7 @@ def _collect_model(
     plan: Repeats,
     report: Callable[[Progress], None],
     should_stop: Callable[[], bool],
+    place: Place | None,
 ) -> None:
     planned = len(routes) + around.count + plan.controls + 1
     with (
@@ -219,6 +227,7 @@ def _collect_model(
             workdir / entry.model.fingerprint[:16],
             family=entry.family,
             trained=entry.trained,
+            place=place,
         ) as session,
     ):
         done = 0
@@ -239,6 +248,8 @@ def _collect_model(
                 outcome, fresh = session.again(route, repeat)
                 done += 1
                 report(Progress(entry.model.name, done, planned, outcome if fresh else None))
+        except LostSlotError:
+            raise
         except RoutePilotError as error:
             report(Progress(entry.model.name, done, planned, error=str(error)))
 

@@ -1,0 +1,161 @@
+"""Slots: where engines are built and timed, one worker at a time in each.
+
+Owns how this machine is divided among the workers of a run: a core each for engines that run on
+processors, the GPUs in turn for engines that run there. What a slot of a cluster is, `cluster.py`
+knows.
+
+Several workers may share a GPU. One at a time holds the device's lock while it times, or while its
+compiler uses the device (`env/gpu_timing.py`); the others transform models, start children and
+compile meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from routepilot.env.backends import load_backend
+from routepilot.env.backends.base import Target
+from routepilot.env.errors import InputError
+from routepilot.env.routes import Catalog
+from routepilot.training.session import Place, Say, SessionConfig, silent
+
+#: Backends whose engines run on a GPU -> their option for its number.
+DEVICE_OPTIONS = {
+    "cuda": "device",
+    "inductor": "index",
+    "tensorrt": "device",
+    "tensorrt_rtx": "device",
+}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for one worker.
+
+    Attributes:
+        cpu: Core its child is pinned to; None leaves it free.
+        options: Backend options of this slot alone, e.g. the number of its GPU.
+        place: Where it is, when it is not on this machine.
+    """
+
+    cpu: int | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    place: Place | None = None
+
+    def fit(self, config: SessionConfig) -> SessionConfig:
+        """Session settings for a worker in this slot."""
+        return replace(config, cpu=self.cpu, options={**config.options, **self.options})
+
+
+@dataclass(frozen=True)
+class SlotPool:
+    """The slots of a run.
+
+    Attributes:
+        slots: The slots.
+        facts: What the manifest says of them when all is done.
+    """
+
+    slots: tuple[Slot, ...]
+    facts: Callable[[], dict[str, object]] = dict
+
+    def compiler(self, config: SessionConfig) -> tuple[Catalog, Target]:
+        """Catalog and target of the compiler in the slots."""
+        if self.slots[0].place is not None:
+            return self.slots[0].place.describe()
+        compiler = load_backend(config.backend, config.options)
+        return compiler.catalog(), compiler.target()
+
+
+@contextmanager
+def measuring_slots(
+    config: SessionConfig,
+    workers: int | None,
+    *,
+    ray: str | None = None,
+    needs: str | None = None,
+    say: Say = silent,
+) -> Iterator[SlotPool]:
+    """The slots of `--workers`, `--ray` and `--slot`, for as long as the block lasts.
+
+    Args:
+        config: Session settings of the run.
+        workers: How many; when None one here, and as many as there is room for on a cluster.
+        ray: A Ray cluster, `local`, `auto` or its address; None measures on this machine.
+        needs: Resources of a slot of the cluster.
+        say: Hears of lost slots.
+
+    Raises:
+        InputError: Options that do not go together, or that the machine or the cluster cannot meet.
+    """
+    if ray is None and needs is not None:
+        raise InputError("--slot says what a slot of a cluster takes; give --ray with it")
+    if ray is None:
+        count = 1 if workers is None else workers
+        yield SlotPool(local_slots(config.backend, config.options, count))
+        return
+    from routepilot.training.cluster import cluster_slots
+
+    with cluster_slots(ray, config, needs, workers, say) as pool:
+        yield pool
+
+
+def device_option(backend: str, options: Mapping[str, str]) -> str | None:
+    """The backend's option that numbers GPUs; None when its engines run on processors."""
+    if backend == "inductor" and options.get("device") == "cpu":
+        return None
+    return DEVICE_OPTIONS.get(backend)
+
+
+def local_slots(
+    backend: str, options: Mapping[str, str], workers: int, *, gpus: int | None = None
+) -> tuple[Slot, ...]:
+    """Slots of this machine.
+
+    Args:
+        backend: Backend name.
+        options: Backend options; `threads` is how many an engine may use. One that names a GPU
+            keeps every worker there.
+        workers: How many slots.
+        gpus: GPUs of this machine; counted when None.
+
+    Returns:
+        `workers` slots: pinned to a core each when engines run on one thread, unpinned when they
+        run on several, on GPU 0, 1 ... in turn where they run on GPUs.
+
+    Raises:
+        InputError: Fewer than one worker, or more than the cores allow.
+    """
+    if workers < 1:
+        raise InputError(f"{workers} workers are not allowed; give 1 or more")
+    cores = sorted(os.sched_getaffinity(0))
+    device = device_option(backend, options)
+    threads = int(options.get("threads", "1")) if device is None else 1
+    if workers * threads > len(cores):
+        raise InputError(
+            f"{workers} workers of {threads} threads need {workers * threads} cores and there are"
+            f" {len(cores)}; lower --workers"
+        )
+    if device is None:
+        pinned = cores[:workers] if threads == 1 else [None] * workers
+        return tuple(Slot(cpu=core) for core in pinned)
+    if device in options:
+        return (Slot(),) * workers
+    from routepilot.env.gpu_timing import count_devices
+
+    there = count_devices() if gpus is None else gpus
+    return tuple(Slot(options={device: str(i % max(1, there))}) for i in range(workers))
+
+
+def in_threads(work: Callable[[Slot], None], slots: Sequence[Slot]) -> None:
+    """Call `work`, which must not raise, for each slot in a thread of its own, and wait."""
+    threads = [threading.Thread(target=work, args=(slot,), daemon=True) for slot in slots]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.2)
