@@ -5,12 +5,13 @@ Imported by `cli.main`, which owns the application object.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from routepilot.training.cli import EffortOpt, JsonOpt, SeedOpt, app
+from routepilot.training.cli import EffortOpt, JsonOpt, RayOpt, SeedOpt, app
 from routepilot.training.effort import Effort, preset
 
 
@@ -107,44 +108,65 @@ def evaluate(
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(help="Search seeds a model.")] = 3,
-    workers: Annotated[int, typer.Option(help="Trainings at once, for ppo.")] = 1,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Trainings and replays at once: 1 here; all a cluster's cores."),
+    ] = None,
+    ray: RayOpt = None,
     seed: SeedOpt = 0,
     json: JsonOpt = False,
 ) -> None:
     """Compare agents by replay, one family held out, or the families of a split.
 
     `ppo` trains one policy for what is held out, which takes a minute or two each; policies found
-    in OUT are not trained again.
+    in OUT are not trained again, nor is replayed what an interrupted run left there. With --ray a
+    cluster trains and replays, a core each.
 
     Example: routepilot evaluate --table cpu --agents random,best-on-average,two-way-gp,ppo
     """
+    from routepilot.env.errors import InputError
     from routepilot.env.tables import load_table
     from routepilot.training import console
+    from routepilot.training.cluster import connected
     from routepilot.training.defaults import find_table
     from routepilot.training.evaluate import DEFAULT_AGENTS, train_without_each_family
     from routepilot.training.evaluate import evaluate as run
     from routepilot.training.files import ensure_folder, write_json
 
     names = [name.strip() for name in agents.split(",") if name.strip()] or list(DEFAULT_AGENTS)
+    if workers is not None and workers < 1:
+        raise InputError(f"{workers} workers are not allowed; give 1 or more")
     source = load_table(find_table(table))
     say = (lambda _: None) if json else console.say
     folder = ensure_folder(out)
     policies = None
-    if "ppo" in names:
-        policies = train_without_each_family(
-            source, folder / "policies", workers=workers, seed=seed, say=say, split=split
+    with (
+        nullcontext() if ray is None else connected(ray, workers if workers > 1 else None) as there
+    ):
+        if "ppo" in names:
+            policies = train_without_each_family(
+                source,
+                folder / "policies",
+                workers=1 if workers is None else workers,
+                seed=seed,
+                say=say,
+                split=split,
+                ray=there,
+            )
+        result = run(
+            source,
+            names,
+            policies=policies,
+            name=table,
+            tolerance=tolerance,
+            seeds=seeds,
+            seed=seed,
+            say=say,
+            split=split,
+            workers=1 if workers is None else workers,
+            ray=there,
+            log=folder / "traces.jsonl",
         )
-    result = run(
-        source,
-        names,
-        policies=policies,
-        name=table,
-        tolerance=tolerance,
-        seeds=seeds,
-        seed=seed,
-        say=say,
-        split=split,
-    )
     write_json(folder / "evaluation.json", result)
     if json:
         console.print_json(result)

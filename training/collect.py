@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import queue
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from routepilot.env.accuracy import Gate, regate
-from routepilot.env.errors import LostSlotError, MachineError, RoutePilotError
+from routepilot.env.errors import LostSlotError, RoutePilotError
 from routepilot.env.models import Model
 from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
@@ -24,7 +23,7 @@ from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route, combine
 from routepilot.env.store import RecordStore
 from routepilot.training.manifest import manifest
 from routepilot.training.session import Place, Session, SessionConfig
-from routepilot.training.slots import Slot, in_threads
+from routepilot.training.slots import Slot, share_out
 
 #: Gate while collecting: anything that resembles the reference is timed, so that a table can be
 #: replayed at any tolerance below this.
@@ -162,47 +161,23 @@ def collect(
         on_progress: Hears every step, from any thread.
         should_stop: Asked before every build; True ends the run with everything saved.
     """
-    waiting: queue.SimpleQueue[CorpusModel] = queue.SimpleQueue()
-    for model in models:
-        waiting.put(model)
     report = on_progress or (lambda _: None)
-    faults: list[BaseException] = []
-    sound, lost = list(slots), list[LostSlotError]()
 
-    def work(slot: Slot) -> None:
-        entry: CorpusModel | None = None
-        try:
-            while not should_stop() and not faults:
-                try:
-                    entry = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                _collect_model(
-                    entry,
-                    store_path,
-                    replace(slot.fit(config), gate=COLLECT_GATE),
-                    routes,
-                    workdir,
-                    neighbourhood,
-                    repeats,
-                    report,
-                    should_stop,
-                    slot.place,
-                )
-        except LostSlotError as error:
-            assert entry is not None
-            waiting.put(entry)
-            sound.remove(slot)
-            lost.append(error)
-        except BaseException as error:
-            faults.append(error)
+    def work(slot: Slot, entry: CorpusModel) -> None:
+        _collect_model(
+            entry,
+            store_path,
+            replace(slot.fit(config), gate=COLLECT_GATE),
+            routes,
+            workdir,
+            neighbourhood,
+            repeats,
+            report,
+            should_stop,
+            slot.place,
+        )
 
-    while sound and not waiting.empty() and not should_stop() and not faults:
-        in_threads(work, tuple(sound))
-    if faults:
-        raise faults[0]
-    if lost and not waiting.empty() and not should_stop():
-        raise MachineError(f"every slot is lost: {lost[-1]}; repeat the command to go on")
+    share_out(models, slots, work, should_stop)
 
 
 def _collect_model(

@@ -9,11 +9,14 @@ to 95 % of it, intervals bootstrapped over models and seeds. Measures nothing li
 from __future__ import annotations
 
 import math
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,10 @@ from numpy.typing import NDArray
 
 from routepilot.agents import NEEDS_TABLE, make_factory
 from routepilot.agents.base import AgentFactory, Problem, search
+from routepilot.agents.policy import file_hash, load_policy
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.recorded import ModelReplay, Replay
+from routepilot.env.drafts import draft_folder
 from routepilot.env.errors import InputError, MachineError
 from routepilot.env.forecast import calibration_error, held_out_reliability
 from routepilot.env.outcomes import Outcome
@@ -32,9 +37,12 @@ from routepilot.env.routes import Route
 from routepilot.env.surrogate import leave_family_out
 from routepilot.env.tables import save_table
 from routepilot.env.zoo_entries import splits
+from routepilot.training.cluster_slot import Files, read_files, write_files
 from routepilot.training.files import ensure_folder
+from routepilot.training.jobs import run_jobs
 from routepilot.training.manifest import manifest
 from routepilot.training.session import Say, silent
+from routepilot.training.trace_log import TraceLog, Traces, job_key, table_key
 
 Floats = NDArray[np.float64]
 
@@ -140,44 +148,120 @@ def trace(factory: AgentFactory, replay: Replay, model: ModelReplay, seed: int) 
     return Trace(gains, len(outcomes), model.oracle)
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """What all jobs of an evaluation share.
+
+    Attributes:
+        table: Route table.
+        gate: Accuracy gate.
+        seeds: Search seeds.
+    """
+
+    table: RouteTable
+    gate: Gate
+    seeds: tuple[int, ...]
+
+    @cached_property
+    def replay(self) -> Replay:
+        """The table, judged by the gate."""
+        return Replay(self.table, self.gate)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the replay, which whoever gets this makes again."""
+        return {name: self.__dict__[name] for name in ("table", "gate", "seeds")}
+
+
 def traces(
-    replay: Replay,
+    given: Replayed,
     agents: Sequence[str],
-    seeds: Sequence[int],
     policies: Mapping[str, Path] | None = None,
     say: Say = silent,
     split: str | None = None,
+    *,
+    workers: int = 1,
+    ray: Any = None,
+    log: TraceLog | None = None,
 ) -> dict[str, dict[str, list[Trace]]]:
     """All traces: agent -> model -> one a seed.
 
     Args:
-        replay: The table, judged by one gate.
+        given: The table, the gate, the seeds.
         agents: Agent names.
-        seeds: Search seeds.
         policies: For `ppo`: family -> policy that never saw it.
         say: Hears one line a fold.
         split: As `folds` takes it.
+        workers: As `run_jobs` takes it.
+        ray: As `run_jobs` takes it.
+        log: Where traces are kept; those that it has are not made again.
     """
-    found: dict[str, dict[str, list[Trace]]] = {name: {} for name in agents}
-    for fold in folds(replay.table.families, split):
-        known = replay.without_families(fold.hidden)
-        say(f"family {', '.join(fold.judged)}")
+    log = log or TraceLog(None)
+    of_table = table_key(given.table)
+    jobs, keys, found = [], [], dict[tuple[str, tuple[str, ...]], Traces]()
+    for fold in folds(given.table.families, split):
         for name in agents:
-            factory = _factory(name, known, (policies or {}).get(fold.judged[0]))
-            for model in replay.only_families(fold.judged):
-                # A seed of its own for each model, or one lucky draw would serve them all.
-                place = replay.models.index(replay.model(model.card.fingerprint))
-                found[name][model.card.name] = [
-                    trace(factory, replay, model, 1000 * place + seed) for seed in seeds
-                ]
+            policy = (policies or {}).get(fold.judged[0]) if name == "ppo" else None
+            weights = "" if policy is None else file_hash(policy)
+            key = job_key(of_table, given.gate, given.seeds, fold, name, weights)
+            known = log.get(key)
+            if known is not None:
+                found[name, fold.judged] = known
+                continue
+            files = read_files(policy.parent) if policy is not None and ray is not None else None
+            jobs.append((fold, name, policy if files is None else policy.name, files))
+            keys.append(key)
+    if found:
+        say(f"{len(found)} of {len(found) + len(jobs)} parts were made before")
+    for place, made in run_jobs(trace_fold, given, jobs, workers=workers, ray=ray):
+        fold, name, *_ = jobs[place]
+        log.add(keys[place], made)
+        found[name, fold.judged] = made
+        say(f"family {', '.join(fold.judged)}: {name}")
+    return {
+        name: {
+            model: [Trace(np.array(t["gains"]), t["builds"], t["oracle"]) for t in rows]
+            for fold in folds(given.table.families, split)
+            for model, rows in found[name, fold.judged].items()
+        }
+        for name in agents
+    }
+
+
+def trace_fold(
+    given: Replayed, fold: Fold, name: str, policy: Path | str | None, files: Files | None
+) -> dict[str, list[dict[str, Any]]]:
+    """One job: an agent on every model that a fold judges.
+
+    Args:
+        given: What all jobs share.
+        fold: Who is judged, who is hidden.
+        name: Agent name.
+        policy: For `ppo`: its weights file, here or among `files`.
+        files: For a job elsewhere: the policy's folder.
+
+    Returns:
+        Model -> traces as plain data, one a seed.
+    """
+    replay = given.replay
+    with tempfile.TemporaryDirectory() as folder:
+        if files is not None:
+            write_files(Path(folder), files)
+            policy = Path(folder) / str(policy)
+        factory = _factory(name, replay.without_families(fold.hidden), policy)
+        found: dict[str, list[dict[str, Any]]] = {}
+        for model in replay.only_families(fold.judged):
+            # A seed of its own for each model, or one lucky draw would serve them all.
+            place = replay.models.index(replay.model(model.card.fingerprint))
+            rows = [trace(factory, replay, model, 1000 * place + seed) for seed in given.seeds]
+            found[model.card.name] = [
+                {"gains": t.gains.tolist(), "builds": t.builds, "oracle": t.oracle} for t in rows
+            ]
     return found
 
 
-def _factory(name: str, known: Replay, policy: Path | None) -> AgentFactory:
+def _factory(name: str, known: Replay, policy: Path | str | None) -> AgentFactory:
     if name == "ppo" and policy is not None:
-        from routepilot.agents.policy import load_policy
-
-        return make_factory(name, policy=load_policy(policy))
+        return make_factory(name, policy=load_policy(Path(policy)))
     return make_factory(name, replay=known if name in NEEDS_TABLE else None)
 
 
@@ -189,6 +273,7 @@ def train_without_each_family(
     seed: int = 0,
     say: Say = silent,
     split: str | None = None,
+    ray: Any = None,
 ) -> dict[str, Path]:
     """One policy a fold, blind to what is hidden in it, each trained by a process of its own.
 
@@ -201,6 +286,7 @@ def train_without_each_family(
         seed: Training seed.
         say: Hears one line a policy.
         split: As `folds` takes it.
+        ray: Ray, connected: its cluster trains, a core a policy.
 
     Returns:
         Family -> policy that judges it.
@@ -212,19 +298,43 @@ def train_without_each_family(
     def home(fold: Fold) -> Path:
         return folder / (f"for-{split}" if split else fold.judged[0])
 
-    def run(fold: Fold) -> None:
-        hidden = ",".join(fold.hidden)
-        command = [sys.executable, "-m", "routepilot", "train", "--table", str(place), "--json"]
-        command += ["--hold-out", hidden, "--seed", str(seed), "-o", str(home(fold))]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise MachineError(f"training without {hidden} failed: {done.stderr.strip()[-300:]}")
-        say(f"trained without {hidden}")
-
     waiting = [fold for fold in plan if not (home(fold) / "policy.safetensors").is_file()]
+    if ray is not None:
+        jobs = [(fold.hidden, seed) for fold in waiting]
+        for index, files in run_jobs(_train_elsewhere, place.read_bytes(), jobs, ray=ray):
+            with draft_folder(folder) as draft:
+                write_files(draft, files)
+                shutil.rmtree(home(waiting[index]), ignore_errors=True)
+                draft.rename(home(waiting[index]))
+            say(f"trained without {','.join(waiting[index].hidden)}")
+        waiting = []
+
+    def run(fold: Fold) -> None:
+        _train(place, fold.hidden, seed, home(fold))
+        say(f"trained without {','.join(fold.hidden)}")
+
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(run, waiting))
     return {f: home(fold) / "policy.safetensors" for fold in plan for f in fold.judged}
+
+
+def _train(table: Path, hidden: Sequence[str], seed: int, out: Path) -> None:
+    """Train a policy blind to some families, in a process of its own."""
+    families = ",".join(hidden)
+    command = [sys.executable, "-m", "routepilot", "train", "--table", str(table), "--json"]
+    command += ["--hold-out", families, "--seed", str(seed), "-o", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise MachineError(f"training without {families} failed: {done.stderr.strip()[-300:]}")
+
+
+def _train_elsewhere(table: bytes, hidden: Sequence[str], seed: int) -> Files:
+    """The same as a job: from the table's bytes to the policy's files."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "table.parquet"
+        source.write_bytes(table)
+        _train(source, hidden, seed, Path(folder) / "policy")
+        return read_files(Path(folder) / "policy")
 
 
 def summarise(found: Mapping[str, Sequence[Trace]], seed: int = 0) -> dict[str, Any]:
@@ -295,6 +405,9 @@ def evaluate(
     name: str = "",
     say: Say = silent,
     split: str | None = None,
+    workers: int = 1,
+    ray: Any = None,
+    log: Path | None = None,
 ) -> dict[str, Any]:
     """The protocol on one table, leave-one-family-out or by the corpus' splits.
 
@@ -308,9 +421,14 @@ def evaluate(
         name: Name of the table for the result.
         say: Hears progress.
         split: As `folds` takes it.
+        workers: Processes that replay at once.
+        ray: Ray, connected: its cluster replays instead.
+        log: File that keeps traces as they are made; the same evaluation goes on from there.
     """
-    replay = Replay(table, Gate(limit=tolerance))
-    found = traces(replay, agents, range(seed, seed + seeds), policies, say, split)
+    given = Replayed(table, Gate(limit=tolerance), tuple(range(seed, seed + seeds)))
+    replay = given.replay
+    kept = TraceLog(log)
+    found = traces(given, agents, policies, say, split, workers=workers, ray=ray, log=kept)
     judged = {family for fold in folds(table.families, split) for family in fold.judged}
     return {
         "table": name,

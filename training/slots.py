@@ -12,16 +12,20 @@ compile meanwhile.
 from __future__ import annotations
 
 import os
+import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from routepilot.env.backends import load_backend
 from routepilot.env.backends.base import Target
-from routepilot.env.errors import InputError
+from routepilot.env.errors import InputError, LostSlotError, MachineError
 from routepilot.env.routes import Catalog
 from routepilot.training.session import Place, Say, SessionConfig, silent
+
+_Item = TypeVar("_Item")
 
 #: Backends whose engines run on a GPU -> their option for its number.
 DEVICE_OPTIONS = {
@@ -151,9 +155,58 @@ def local_slots(
     return tuple(Slot(options={device: str(i % max(1, there))}) for i in range(workers))
 
 
-def in_threads(work: Callable[[Slot], None], slots: Sequence[Slot]) -> None:
-    """Call `work`, which must not raise, for each slot in a thread of its own, and wait."""
-    threads = [threading.Thread(target=work, args=(slot,), daemon=True) for slot in slots]
+def share_out(
+    items: Iterable[_Item],
+    slots: Sequence[Slot],
+    work: Callable[[Slot, _Item], None],
+    should_stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Have each item worked on in one of the slots, one at a time in each, in threads.
+
+    A slot of a cluster that is lost for good gives its item to the others.
+
+    Args:
+        items: What is to be done, in this order.
+        slots: Where.
+        work: Does one item in a slot; called from a thread of the slot.
+        should_stop: Asked before every item; True leaves the rest.
+
+    Raises:
+        MachineError: All slots are lost and something is left to do.
+        BaseException: What `work` raised first.
+    """
+    waiting: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+    for item in items:
+        waiting.put(item)
+    sound, lost, faults = list(slots), list[LostSlotError](), list[BaseException]()
+
+    def serve(slot: Slot) -> None:
+        while not should_stop() and not faults:
+            try:
+                item = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                work(slot, item)
+            except LostSlotError as error:
+                waiting.put(item)
+                sound.remove(slot)
+                lost.append(error)
+                return
+            except BaseException as error:
+                faults.append(error)
+
+    while sound and not waiting.empty() and not should_stop() and not faults:
+        _in_threads(serve, tuple(sound))
+    if faults:
+        raise faults[0]
+    if lost and not waiting.empty() and not should_stop():
+        raise MachineError(f"every slot is lost: {lost[-1]}; repeat the command to go on")
+
+
+def _in_threads(serve: Callable[[Slot], None], slots: Sequence[Slot]) -> None:
+    """Call a function, which does not raise, for each slot in a thread of its own, and wait."""
+    threads = [threading.Thread(target=serve, args=(slot,), daemon=True) for slot in slots]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -16,14 +16,24 @@ from typing import Any
 import hostile_backend
 import psutil
 import pytest
+import synthetic
+from job_functions import die_once, fail
 
 from routepilot.env.errors import InputError
 from routepilot.env.models import prepare
 from routepilot.env.outcomes import Status
 from routepilot.env.store import RecordStore
+from routepilot.env.tables import load_table
+from routepilot.training.cli import main
 from routepilot.training.cluster import Cluster, Needs, read_needs
 from routepilot.training.collect import CorpusModel, Progress, Repeats, collect
+from routepilot.training.compare import compare
+from routepilot.training.evaluate import evaluate
+from routepilot.training.inputs import NamedModel
+from routepilot.training.jobs import run_jobs
+from routepilot.training.search import Budget
 from routepilot.training.session import SessionConfig
+from routepilot.training.slots import SlotPool
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'routepilot[ray]'")
 
@@ -53,8 +63,8 @@ def nodes() -> Iterator[Any]:
 
 
 @pytest.fixture
-def run(nodes: Any, tmp_path: Path) -> Iterator[Run]:
-    found = Run(tmp_path)
+def run(nodes: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
+    found = Run(tmp_path, getattr(request, "param", ""))
     yield found
     found.cluster.close()
 
@@ -62,10 +72,10 @@ def run(nodes: Any, tmp_path: Path) -> Iterator[Run]:
 class Run:
     """A collection of two small models on the cluster."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, deeds: str = "") -> None:
         self.folder, self.store = folder, folder / "records.sqlite"
         self.log = folder / "builds.jsonl"
-        options = {**CONFIG.options, "log": str(self.log)}
+        options = {**CONFIG.options, "log": str(self.log), "deeds": deeds}
         self.config = SessionConfig(backend=CONFIG.backend, options=options)
         self.said: list[str] = []
         self.cluster = Cluster(ray, self.config, Needs(1.0), self.said.append, place_seconds=60)
@@ -207,3 +217,63 @@ def test_a_slot_of_another_target_is_refused(run: Run) -> None:
         run.cluster._check({**facts, "target": other})
     with pytest.raises(InputError, match="install one version"):
         run.cluster._check({**facts, "version": "0"})
+
+
+@pytest.mark.parametrize("run", ["work nan fail"], indirect=True)
+def test_agents_compared_at_once_build_each_route_once(run: Run) -> None:
+    named = NamedModel(run.corpus[0].model)
+    pool = SlotPool(run.slots, lambda: {"cluster": {"slots": 2}})
+    agents = ("default", "random", "fast", "recentred")
+
+    def compared(folder: str, pool: SlotPool | None) -> dict[str, dict[str, Any]]:
+        out = run.folder / folder
+        rows = compare(named, agents, Budget(4), run.config, out, pool=pool, seed=1)
+        return {name: row.as_json() for name, row in rows.items()}
+
+    at_once = compared("ray", pool)
+    searched = Counter({route: count for route, count in run.builds().items()})
+    winners = {row["route"] for row in at_once.values() if row["route"]}
+    # Once in the search, at most once more when confirmed.
+    assert all(count == 1 or (count == 2 and r in searched) for r, count in searched.items())
+    assert winners and list(at_once) == list(agents)
+    by_turns = compared("here", None)
+    for name in agents:
+        for what in ("builds", "route", "outcomes", "ended_by"):
+            assert at_once[name][what] == by_turns[name][what], (name, what)
+    facts = json.loads((run.folder / "ray" / "comparison.json").read_text())["manifest"]
+    assert facts["cluster"] == {"slots": 2}
+
+
+def test_an_evaluation_on_the_cluster_gives_the_same_figures(nodes: Any, tmp_path: Path) -> None:
+    table, agents = synthetic.table(), ("random", "knn")
+    here = evaluate(table, agents, seeds=2)
+    there = evaluate(table, agents, seeds=2, ray=ray, log=tmp_path / "traces.jsonl")
+    assert there["agents"] == here["agents"]
+    assert len((tmp_path / "traces.jsonl").read_text().split()) > 0
+
+
+def test_a_lost_process_gives_its_job_to_another_node_or_process(
+    nodes: Any, tmp_path: Path
+) -> None:
+    found = dict(run_jobs(die_once, str(tmp_path), [(i,) for i in range(3)], ray=ray))
+    assert found == {0: 0, 1: 1, 2: 4} and (tmp_path / "died").exists()
+    with pytest.raises(ZeroDivisionError):
+        list(run_jobs(fail, None, [(1,)], ray=ray))
+
+
+def test_the_command_line_runs_on_a_cluster(run: Run, capsys: Any, monkeypatch: Any) -> None:
+    out = run.folder / "table.parquet"
+    words = ["collect", "-o", str(out), "--models", str(run.folder / "m0.onnx"), "--json"]
+    words += ["--backend", "hostile_backend:make", "-O", "noise=none", "--effort", "quick"]
+    words += ["--expression", "-speed=[1|2|0.5]", "--controls", "1", "--recheck", "0"]
+    monkeypatch.setattr("sys.argv", ["routepilot", *words, "--ray", "auto", "--slot", "bench=1"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0, capsys.readouterr().err
+    table = load_table(out)
+    assert {str(r) for r in table.outcomes[table.models[0].fingerprint]} >= {"", "-speed=2"}
+    assert table.manifest["cluster"]["slots"] == 2 and table.manifest["cluster"]["lost_slots"] == 0
+    monkeypatch.setattr("sys.argv", ["routepilot", *words, "--ray", "auto", "--slot", "bench"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and "NAME=AMOUNT" in capsys.readouterr().err
