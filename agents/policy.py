@@ -175,8 +175,23 @@ def load_policy(path: Path, without: tuple[str, ...] = ()) -> LoadedPolicy:
     Raises:
         PolicyError: Damaged, cut short, not ours, or made for other features.
     """
-    card = _read_card(path)
+    card = read_card(path)
     network = Network(_read_weights(path, card))
+    place = find_card_table(path, card)
+    try:
+        table = load_table(place).without_families((*card.held_out, *without))
+    except TableError as error:
+        raise PolicyError(f"policy {str(path)!r} cannot use its table: {error}") from None
+    replay = Replay(table, Gate(metric=card.gate["metric"], limit=card.gate["limit"]))
+    return LoadedPolicy(network, card, Surrogate(replay, Kernel(**card.kernel)), replay)
+
+
+def find_card_table(path: Path, card: Card) -> Path:
+    """The route table that a policy needs: beside it, in a folder `tables` there, or released.
+
+    Raises:
+        PolicyError: There is none, or another of that name.
+    """
     places = (
         path.parent / card.table,
         path.parent / "tables" / card.table,
@@ -192,12 +207,7 @@ def load_policy(path: Path, without: tuple[str, ...] = ()) -> LoadedPolicy:
             f"policy {str(path)!r} was trained on another {card.table!r} than the one at"
             f" {str(place)!r}; fetch both again, or train anew"
         )
-    try:
-        table = load_table(place).without_families((*card.held_out, *without))
-    except TableError as error:
-        raise PolicyError(f"policy {str(path)!r} cannot use its table: {error}") from None
-    replay = Replay(table, Gate(metric=card.gate["metric"], limit=card.gate["limit"]))
-    return LoadedPolicy(network, card, Surrogate(replay, Kernel(**card.kernel)), replay)
+    return place
 
 
 def file_hash(path: Path) -> str:
@@ -205,7 +215,12 @@ def file_hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _read_card(path: Path) -> Card:
+def read_card(path: Path) -> Card:
+    """The card beside a policy's weights file.
+
+    Raises:
+        PolicyError: There is none, or it is damaged, of another version, or for other features.
+    """
     card_path = path.with_suffix(".json")
     try:
         data = json.loads(card_path.read_text(encoding="utf-8"))

@@ -117,7 +117,7 @@ def tune(
     out: OutOpt = Path("routepilot-out"),
     backend: BackendOpt = "cpu",
     policy: Annotated[
-        str | None, typer.Option(help="Released policy by name, or a .safetensors file.")
+        str | None, typer.Option(help="Policy by name (`routepilot policy list`), folder or file.")
     ] = None,
     agent: Annotated[str | None, typer.Option(help="Choose by another agent, e.g. random.")] = None,
     effort: EffortOpt = Effort.STANDARD,
@@ -475,6 +475,7 @@ def main() -> None:
         cli_insight,
         cli_learning,
         cli_nvidia,
+        cli_policy,
         cli_records,
     )
 
