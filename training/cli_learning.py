@@ -140,9 +140,7 @@ def evaluate(
     say = (lambda _: None) if json else console.say
     folder = ensure_folder(out)
     policies = None
-    with (
-        nullcontext() if ray is None else connected(ray, workers if workers > 1 else None) as there
-    ):
+    with nullcontext() if ray is None else connected(ray, workers) as there:
         if "ppo" in names:
             policies = train_without_each_family(
                 source,

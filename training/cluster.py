@@ -159,6 +159,7 @@ class Cluster:
         needs: Resources of a slot.
         say: Hears of lost slots.
         place_seconds: How long a slot may wait for a node.
+        slot_class: What a slot is on its node.
     """
 
     ray: Any
@@ -166,6 +167,7 @@ class Cluster:
     needs: Needs
     say: Say = silent
     place_seconds: float = PLACE_SECONDS
+    slot_class: type[ClusterSlot] = ClusterSlot
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -212,7 +214,7 @@ class Cluster:
         pin = device_option(self.config.backend, self.config.options) is None
         pin = pin and self.config.options.get("threads", "1") == "1"
         actor = (
-            self.ray.remote(ClusterSlot)
+            self.ray.remote(self.slot_class)
             .options(
                 num_cpus=self.needs.cpus,
                 num_gpus=self.needs.gpus,

@@ -197,7 +197,8 @@ def traces(
     """
     log = log or TraceLog(None)
     of_table = table_key(given.table)
-    jobs, keys, found = [], [], dict[tuple[str, tuple[str, ...]], Traces]()
+    jobs = list[tuple[Fold, str, Path | str | None, Files | None]]()
+    keys, found = list[str](), dict[tuple[str, tuple[str, ...]], Traces]()
     for fold in folds(given.table.families, split):
         for name in agents:
             policy = (policies or {}).get(fold.judged[0]) if name == "ppo" else None
@@ -207,8 +208,10 @@ def traces(
             if known is not None:
                 found[name, fold.judged] = known
                 continue
-            files = read_files(policy.parent) if policy is not None and ray is not None else None
-            jobs.append((fold, name, policy if files is None else policy.name, files))
+            if policy is not None and ray is not None:
+                jobs.append((fold, name, policy.name, read_files(policy.parent)))
+            else:
+                jobs.append((fold, name, policy, None))
             keys.append(key)
     if found:
         say(f"{len(found)} of {len(found) + len(jobs)} parts were made before")

@@ -23,7 +23,7 @@ from routepilot.env.errors import InputError
 from routepilot.env.models import prepare
 from routepilot.env.outcomes import Status
 from routepilot.env.store import RecordStore
-from routepilot.env.tables import load_table
+from routepilot.env.tables import load_table, save_table
 from routepilot.training.cli import main
 from routepilot.training.cluster import Cluster, Needs, read_needs
 from routepilot.training.collect import CorpusModel, Progress, Repeats, collect
@@ -277,3 +277,21 @@ def test_the_command_line_runs_on_a_cluster(run: Run, capsys: Any, monkeypatch: 
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2 and "NAME=AMOUNT" in capsys.readouterr().err
+
+
+def test_the_evaluate_verb_runs_on_a_cluster(
+    nodes: Any, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    save_table(synthetic.table(), tmp_path / "made.parquet")
+    words = ["evaluate", "--table", str(tmp_path / "made.parquet"), "--agents", "random"]
+    words += ["--seeds", "1", "--json", "-o", str(tmp_path / "out")]
+    shares = []
+    for extra in ([], ["--ray", "auto"]):
+        (tmp_path / "out" / "traces.jsonl").unlink(missing_ok=True)
+        monkeypatch.setattr("sys.argv", ["routepilot", *words, *extra])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        assert ended.value.code == 0, said.err
+        shares.append(json.loads(said.out)["agents"]["random"])
+    assert shares[0] == shares[1]
