@@ -13,6 +13,7 @@ A route is worth what it is worth for one model, shapes, GPU and version. What w
 engine in `deploy/`; one that another front end builds is to be measured again.
 """
 
+import importlib
 import json
 import warnings
 from collections.abc import Callable
@@ -101,7 +102,7 @@ def apply(config: Any, answer: Answer = None, trt: Any = None) -> None:
         RuntimeError: TensorRT did not take the route; its setter would not say so.
     """
     if trt is None:
-        import tensorrt as trt
+        trt = importlib.import_module("tensorrt")
     route, settings = settings_of(answer)
     _compare_versions(read_answer(answer), trt)
     if route:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +36,9 @@ from routepilot.training.slots import Slot, SlotPool, device_option
 
 #: Slots lost in a row over one request before the model is left for another run.
 MAX_LOSSES = 3
+
+#: Seconds that a cluster's address may take to answer.
+CONNECT_SECONDS = 10.0
 
 #: Seconds to wait for a node with room for a slot.
 PLACE_SECONDS = 600.0
@@ -132,6 +137,7 @@ def connected(address: str, workers: int | None = None) -> Iterator[Any]:
         yield ray
         return
     quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+    _require_listener(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told of a local cluster
     try:
         if address == "local":
@@ -147,6 +153,23 @@ def connected(address: str, workers: int | None = None) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Refuse an address where nothing listens, which Ray tries to reach for a quarter of an hour.
+
+    Raises:
+        InputError: Nothing does.
+    """
+    found = re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)", address)
+    if found is None:
+        return
+    try:
+        socket.create_connection((found[1], int(found[2])), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(
+            f"Ray cluster {address!r} cannot be reached ({error}); give local, auto or HOST:PORT"
+        ) from None
 
 
 @dataclass

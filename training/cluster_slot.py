@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from routepilot import __version__
@@ -30,6 +31,9 @@ from routepilot.env.models import Model
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import Route
 from routepilot.env.worker import MEMORY_SHARE, Worker
+
+#: Beginning of the name of a slot's folder; the number of its process follows.
+FOLDER = "routepilot-slot-"
 
 #: A model's or an engine's files: path below its folder -> bytes, uint8.
 Files = Mapping[str, NDArray[np.uint8]]
@@ -50,6 +54,16 @@ def write_files(folder: Path, files: Files) -> None:
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
         data.tofile(place)
+
+
+def _sweep() -> None:
+    """Remove the folders of slots that were killed, which could not do it themselves."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*-*"):
+        pid = folder.name.removeprefix(FOLDER).partition("-")[0]
+        with suppress(OSError):
+            if pid.isdigit() and not psutil.pid_exists(int(pid)):
+                if folder.stat().st_uid == os.getuid():
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 class CoreLease:
@@ -97,7 +111,8 @@ class ClusterSlot:
         self._backend, self._options = backend, dict(options)
         self._lease = CoreLease() if pin else None
         self._memory = int(MEMORY_SHARE * machine_memory_bytes() * share)
-        self._root = Path(tempfile.mkdtemp(prefix="routepilot-slot-"))
+        _sweep()
+        self._root = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
         self._worker: Worker | None = None
         self._known: dict[str, Outcome] = {}
 

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -24,8 +26,9 @@ from routepilot.env.models import prepare
 from routepilot.env.outcomes import Status
 from routepilot.env.store import RecordStore
 from routepilot.env.tables import load_table, save_table
+from routepilot.training import cluster_slot
 from routepilot.training.cli import main
-from routepilot.training.cluster import Cluster, Needs, read_needs
+from routepilot.training.cluster import Cluster, Needs, _require_listener, read_needs
 from routepilot.training.collect import CorpusModel, Progress, Repeats, collect
 from routepilot.training.compare import compare
 from routepilot.training.evaluate import evaluate
@@ -295,3 +298,26 @@ def test_the_evaluate_verb_runs_on_a_cluster(
         assert ended.value.code == 0, said.err
         shares.append(json.loads(said.out)["agents"]["random"])
     assert shares[0] == shares[1]
+
+
+def test_an_address_where_nothing_listens_is_refused_at_once() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = time.monotonic()
+    for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}", "127.0.0.1:99999"):
+        with pytest.raises(InputError, match="cannot be reached"):
+            _require_listener(address)
+    assert time.monotonic() - start < 5
+    for address in ("local", "auto"):
+        _require_listener(address)
+
+
+def test_folders_of_killed_slots_are_swept(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for pid in (gone.pid, os.getpid()):
+        (tmp_path / f"routepilot-slot-{pid}-x" / "model").mkdir(parents=True)
+    cluster_slot._sweep()
+    assert [p.name for p in tmp_path.iterdir()] == [f"routepilot-slot-{os.getpid()}-x"]
