@@ -158,7 +158,10 @@ def collect(
         "table.parquet"
     ),
     models: Annotated[
-        str, typer.Option(help="zoo, variants, or zoo names or ONNX files separated by commas.")
+        str,
+        typer.Option(
+            help="zoo, variants, or zoo names, ONNX files or prepared folders, by commas."
+        ),
     ] = "zoo",
     backend: BackendOpt = "cpu",
     threads: ThreadsOpt = 1,
@@ -185,6 +188,9 @@ def collect(
             " many as the cluster has room for."
         ),
     ] = None,
+    cores: Annotated[
+        str | None, typer.Option(help="Cores to pin them to, by commas; the first when absent.")
+    ] = None,
     ray: RayOpt = None,
     slot: SlotOpt = None,
     deadline: Annotated[float, typer.Option(help="Seconds one build may take.")] = 120.0,
@@ -206,8 +212,11 @@ def collect(
     from routepilot.training.files import ensure_folder
     from routepilot.training.inputs import backend_options, route_expression
     from routepilot.training.session import SessionConfig
-    from routepilot.training.slots import measuring_slots
+    from routepilot.training.slots import measuring_slots, read_cores
 
+    if cores is not None and ray is not None:
+        raise InputError("--cores names cores of this machine; leave it out with --ray")
+    pinned = None if cores is None else read_cores(cores)
     ensure_folder(out.parent)
     store = out.with_suffix(".sqlite")
     config = SessionConfig(
@@ -225,7 +234,7 @@ def collect(
     stop = threading.Event()
     previous = signal.signal(signal.SIGINT, lambda *_: stop.set())
     try:
-        with measuring_slots(config, workers, ray=ray, needs=slot, say=say) as pool:
+        with measuring_slots(config, workers, cores=pinned, ray=ray, needs=slot, say=say) as pool:
             catalog, target = pool.compiler(config)
             plan = (
                 collecting.plan_routes(catalog, count, seed)

@@ -11,14 +11,13 @@ outcome and is never tried again for that (`env/worker.py`).
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from routepilot.env.routes import Catalog, Route
 from routepilot.env.worker import raise_reported
 from routepilot.training.cluster_slot import ClusterSlot, read_files, write_files
 from routepilot.training.session import Say, SessionConfig, silent
-from routepilot.training.slots import Slot, SlotPool, device_option
+from routepilot.training.slots import Needs, Slot, SlotPool, device_option, read_needs
 
 #: Slots lost in a row over one request before the model is left for another run.
 MAX_LOSSES = 3
@@ -42,66 +41,6 @@ CONNECT_SECONDS = 10.0
 
 #: Seconds to wait for a node with room for a slot.
 PLACE_SECONDS = 600.0
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Resources that a slot takes on its node.
-
-    Attributes:
-        cpus: Cores.
-        gpus: GPUs; a part of one where slots share it.
-        custom: Ray's custom resources by name.
-    """
-
-    cpus: float = 1.0
-    gpus: float = 0.0
-    custom: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def by_name(self) -> dict[str, float]:
-        """What is needed, by Ray's names."""
-        named = {"CPU": self.cpus, "GPU": self.gpus, **self.custom}
-        return {name: amount for name, amount in named.items() if amount > 0}
-
-    def fitting(self, node: Mapping[str, float]) -> int:
-        """How many such slots a node with these resources holds."""
-        if not self.by_name:
-            return 0
-        return int(min(node.get(name, 0.0) / amount for name, amount in self.by_name.items()))
-
-
-def read_needs(text: str | None, backend: str, options: Mapping[str, str]) -> Needs:
-    """The resources of `--slot CPU=2,GPU=0.5,h200=1`, what is not named as the backend wants it.
-
-    A slot takes as many cores as an engine has threads, and one GPU where engines run there.
-
-    Raises:
-        InputError: The text is not of that form.
-    """
-    on_gpu = device_option(backend, options) is not None
-    found: dict[str, float] = {
-        "CPU": 1.0 if on_gpu else float(options.get("threads", "1")),
-        "GPU": float(on_gpu),
-    }
-    for item in (text or "").split(","):
-        name, equals, value = item.strip().partition("=")
-        try:
-            amount = float(value) if equals else math.nan
-        except ValueError:
-            amount = math.nan
-        if item.strip() and not (name and 0 <= amount < math.inf):
-            raise InputError(
-                f"--slot {item.strip()!r} is not of the form NAME=AMOUNT; give for instance"
-                " CPU=2,GPU=0.5"
-            )
-        if item.strip():
-            found[name] = amount
-    custom = {name: amount for name, amount in found.items() if name not in ("CPU", "GPU")}
-    needs = Needs(found["CPU"], found["GPU"], custom)
-    if not needs.by_name:
-        raise InputError(f"--slot {text!r} takes nothing; give at least one resource")
-    return needs
 
 
 def import_ray() -> Any:

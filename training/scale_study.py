@@ -30,13 +30,14 @@ from routepilot.env.routes import DEFAULT_ROUTE, Route
 from routepilot.env.store import RecordStore
 from routepilot.env.surrogate import Surrogate
 from routepilot.env.tables import load_table, save_table
-from routepilot.training.cluster import Cluster, Needs, connected
+from routepilot.training.cluster import Cluster, connected
 from routepilot.training.cluster_slot import ClusterSlot
 from routepilot.training.collect import CorpusModel, Repeats, collect
 from routepilot.training.defaults import find_table
 from routepilot.training.files import write_json
 from routepilot.training.manifest import manifest
 from routepilot.training.session import SessionConfig
+from routepilot.training.slots import Needs
 
 #: Writers at once whose writes are timed.
 WRITERS = (1, 8, 32, 100)

@@ -11,6 +11,7 @@ compile meanwhile.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -80,6 +81,7 @@ def measuring_slots(
     config: SessionConfig,
     workers: int | None,
     *,
+    cores: Sequence[int] | None = None,
     ray: str | None = None,
     needs: str | None = None,
     say: Say = silent,
@@ -89,6 +91,7 @@ def measuring_slots(
     Args:
         config: Session settings of the run.
         workers: How many; when None one here, and as many as there is room for on a cluster.
+        cores: Core of each, on this machine; the first ones when None.
         ray: A Ray cluster, `local`, `auto` or its address; None measures on this machine.
         needs: Resources of a slot of the cluster.
         say: Hears of lost slots.
@@ -100,7 +103,7 @@ def measuring_slots(
         raise InputError("--slot says what a slot of a cluster takes; give --ray with it")
     if ray is None:
         count = 1 if workers is None else workers
-        yield SlotPool(local_slots(config.backend, config.options, count))
+        yield SlotPool(local_slots(config.backend, config.options, count, cores=cores))
         return
     from routepilot.training.cluster import cluster_slots
 
@@ -116,7 +119,12 @@ def device_option(backend: str, options: Mapping[str, str]) -> str | None:
 
 
 def local_slots(
-    backend: str, options: Mapping[str, str], workers: int, *, gpus: int | None = None
+    backend: str,
+    options: Mapping[str, str],
+    workers: int,
+    *,
+    gpus: int | None = None,
+    cores: Sequence[int] | None = None,
 ) -> tuple[Slot, ...]:
     """Slots of this machine.
 
@@ -126,26 +134,36 @@ def local_slots(
             keeps every worker there.
         workers: How many slots.
         gpus: GPUs of this machine; counted when None.
+        cores: Cores to pin to, one a worker; the first ones when None.
 
     Returns:
         `workers` slots: pinned to a core each when engines run on one thread, unpinned when they
         run on several, on GPU 0, 1 ... in turn where they run on GPUs.
 
     Raises:
-        InputError: Fewer than one worker, or more than the cores allow.
+        InputError: Fewer than one worker, more than the cores allow, or cores that are not here,
+            not one a worker, or of no use to engines of several threads or on GPUs.
     """
     if workers < 1:
         raise InputError(f"{workers} workers are not allowed; give 1 or more")
-    cores = sorted(os.sched_getaffinity(0))
+    here = sorted(os.sched_getaffinity(0))
     device = device_option(backend, options)
     threads = int(options.get("threads", "1")) if device is None else 1
-    if workers * threads > len(cores):
+    if workers * threads > len(here):
         raise InputError(
             f"{workers} workers of {threads} threads need {workers * threads} cores and there are"
-            f" {len(cores)}; lower --workers"
+            f" {len(here)}; lower --workers"
         )
+    if cores is not None:
+        if not set(cores) <= set(here):
+            raise InputError(f"cores {list(cores)} are not all of this machine; it has {here}")
+        if len(set(cores)) != workers or threads > 1 or device is not None:
+            raise InputError(
+                f"cores {list(cores)} are for {workers} workers of {threads} threads; name one core"
+                " for each worker of one thread on processors"
+            )
     if device is None:
-        pinned = cores[:workers] if threads == 1 else [None] * workers
+        pinned = list(cores or here[:workers]) if threads == 1 else [None] * workers
         return tuple(Slot(cpu=core) for core in pinned)
     if device in options:
         return (Slot(),) * workers
@@ -153,6 +171,78 @@ def local_slots(
 
     there = count_devices() if gpus is None else gpus
     return tuple(Slot(options={device: str(i % max(1, there))}) for i in range(workers))
+
+
+def read_cores(text: str) -> list[int]:
+    """The cores of `--cores 2,3`.
+
+    Raises:
+        InputError: The text is not of that form.
+    """
+    given = [item.strip() for item in text.split(",")]
+    if not all(item.isascii() and item.isdigit() for item in given):
+        raise InputError(f"--cores {text!r} is not of the form 2,3")
+    return [int(item) for item in given]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Resources that a slot takes on its node.
+
+    Attributes:
+        cpus: Cores.
+        gpus: GPUs; a part of one where slots share it.
+        custom: Ray's custom resources by name.
+    """
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    custom: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def by_name(self) -> dict[str, float]:
+        """What is needed, by Ray's names."""
+        named = {"CPU": self.cpus, "GPU": self.gpus, **self.custom}
+        return {name: amount for name, amount in named.items() if amount > 0}
+
+    def fitting(self, node: Mapping[str, float]) -> int:
+        """How many such slots a node with these resources holds."""
+        if not self.by_name:
+            return 0
+        return int(min(node.get(name, 0.0) / amount for name, amount in self.by_name.items()))
+
+
+def read_needs(text: str | None, backend: str, options: Mapping[str, str]) -> Needs:
+    """The resources of `--slot CPU=2,GPU=0.5,h200=1`, what is not named as the backend wants it.
+
+    A slot takes as many cores as an engine has threads, and one GPU where engines run there.
+
+    Raises:
+        InputError: The text is not of that form.
+    """
+    on_gpu = device_option(backend, options) is not None
+    found: dict[str, float] = {
+        "CPU": 1.0 if on_gpu else float(options.get("threads", "1")),
+        "GPU": float(on_gpu),
+    }
+    for item in (text or "").split(","):
+        name, equals, value = item.strip().partition("=")
+        try:
+            amount = float(value) if equals else math.nan
+        except ValueError:
+            amount = math.nan
+        if item.strip() and not (name and 0 <= amount < math.inf):
+            raise InputError(
+                f"--slot {item.strip()!r} is not of the form NAME=AMOUNT; give for instance"
+                " CPU=2,GPU=0.5"
+            )
+        if item.strip():
+            found[name] = amount
+    custom = {name: amount for name, amount in found.items() if name not in ("CPU", "GPU")}
+    needs = Needs(found["CPU"], found["GPU"], custom)
+    if not needs.by_name:
+        raise InputError(f"--slot {text!r} takes nothing; give at least one resource")
+    return needs
 
 
 def share_out(

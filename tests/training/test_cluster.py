@@ -28,7 +28,7 @@ from routepilot.env.store import RecordStore
 from routepilot.env.tables import load_table, save_table
 from routepilot.training import cluster_slot
 from routepilot.training.cli import main
-from routepilot.training.cluster import Cluster, Needs, _require_listener, read_needs
+from routepilot.training.cluster import Cluster, _require_listener
 from routepilot.training.collect import CorpusModel, Progress, Repeats, collect
 from routepilot.training.compare import compare
 from routepilot.training.evaluate import evaluate
@@ -36,7 +36,7 @@ from routepilot.training.inputs import NamedModel
 from routepilot.training.jobs import run_jobs
 from routepilot.training.search import Budget
 from routepilot.training.session import SessionConfig
-from routepilot.training.slots import SlotPool
+from routepilot.training.slots import Needs, SlotPool, read_needs
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'routepilot[ray]'")
 

@@ -13,7 +13,7 @@ from routepilot.env.models import Model
 from routepilot.training.collect import CorpusModel, Repeats, collect, plan_routes
 from routepilot.training.collect import table_from_store as table_of
 from routepilot.training.session import SessionConfig
-from routepilot.training.slots import Slot, local_slots, measuring_slots
+from routepilot.training.slots import Slot, local_slots, measuring_slots, read_cores
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -26,6 +26,16 @@ def test_workers_on_processors_have_a_core_each_or_none() -> None:
         local_slots("cpu", {"threads": "1"}, len(CORES) + 1)
     with pytest.raises(InputError, match="give 1 or more"):
         local_slots("cpu", {}, 0)
+    last = CORES[-1]
+    assert local_slots("cpu", {"threads": "1"}, 1, cores=[last]) == (Slot(cpu=last),)
+    with pytest.raises(InputError, match="not all of this machine"):
+        local_slots("cpu", {}, 1, cores=[last + 1000])
+    for backend, wrong in (("cpu", [last, last]), ("cuda", [last, CORES[0]])):
+        with pytest.raises(InputError, match="one core for each worker"):
+            local_slots(backend, {}, min(2, len(CORES)), cores=wrong)
+    assert read_cores("2, 3") == [2, 3]
+    with pytest.raises(InputError, match="--cores"):
+        read_cores("2;3")
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
