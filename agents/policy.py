@@ -240,12 +240,12 @@ def load_policy(path: Path, without: tuple[str, ...] = ()) -> LoadedPolicy:
     Raises:
         PolicyError: Damaged, cut short, not ours, or made for other features.
     """
-    card = _read_card(path)
+    card = read_card(path)
     network = Network(_read_weights(path, card))
     replays = []
-    for name, sha256 in card.tables.items():
+    for place in find_card_tables(path, card):
         try:
-            table = load_table(_find_table(path, name, sha256))
+            table = load_table(place)
         except TableError as error:
             raise PolicyError(f"policy {str(path)!r} cannot use its table: {error}") from None
         gate = Gate(metric=card.gate["metric"], limit=card.gate["limit"])
@@ -253,8 +253,16 @@ def load_policy(path: Path, without: tuple[str, ...] = ()) -> LoadedPolicy:
     return LoadedPolicy(network, card, tuple(replays))
 
 
+def find_card_tables(path: Path, card: Card) -> tuple[Path, ...]:
+    """Its route tables, each beside it, in a folder `tables` there, or among the released ones.
+
+    Raises:
+        PolicyError: One is missing, is another of that name, or is named outside of these places.
+    """
+    return tuple(_find_table(path, name, sha256) for name, sha256 in card.tables.items())
+
+
 def _find_table(path: Path, name: str, sha256: str) -> Path:
-    """The file of a policy's table."""
     if Path(name).name != name:
         raise PolicyError(f"policy {str(path)!r} names a table outside its folder: {name!r}")
     places = (
@@ -280,7 +288,12 @@ def file_hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _read_card(path: Path) -> Card:
+def read_card(path: Path) -> Card:
+    """The card beside a policy's weights file.
+
+    Raises:
+        PolicyError: There is none, or it is damaged, of another version, or for other features.
+    """
     card_path = path.with_suffix(".json")
     try:
         data = json.loads(card_path.read_text(encoding="utf-8"))

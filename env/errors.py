@@ -41,3 +41,7 @@ class MissingExtraError(InputError):
 
 class MachineError(RoutePilotError):
     """The machine, not the candidate, is at fault: no device, disk full, worker cannot start."""
+
+
+class LostSlotError(MachineError):
+    """A slot of a cluster is gone and no other could take its place."""

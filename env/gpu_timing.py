@@ -50,6 +50,16 @@ class CudaFault(RuntimeError):
     """A CUDA call failed. Such faults stick: the process that saw one is to be replaced."""
 
 
+def count_devices() -> int:
+    """How many GPUs CUDA sees; 0 where cuda-bindings or a driver is missing. Opens none."""
+    try:
+        from cuda.bindings import runtime
+    except ImportError:
+        return 0
+    code, count = runtime.cudaGetDeviceCount()
+    return 0 if int(code) else int(count)
+
+
 class Gpu:
     """One GPU, made current in this process.
 

@@ -3,15 +3,16 @@
 Owns the database schema, its migrations and what is refused. Knows no compiler and no agent.
 
 Several processes may write one store (write-ahead log, busy timeout). Each `add` is one
-transaction, so a kill loses at most the build in flight. A store is used by the thread that
-opened it; other threads open their own.
+transaction, so a kill loses at most the build in flight; threads that add at once share one
+(`group_commit.py`). A store is used by the thread that opened it; other threads open their own.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 from routepilot.env import forms
 from routepilot.env.backends.base import Target
 from routepilot.env.errors import MachineError, RouteError, TableError
+from routepilot.env.group_commit import meeting
 from routepilot.env.outcomes import Outcome
 from routepilot.env.records import ModelCard, Record, RouteTable
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
@@ -86,9 +88,11 @@ class RecordStore:
             self._db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
             try:
                 self._prepare()
+                found = os.stat(self.path)
             except BaseException:
                 self._db.close()
                 raise
+        self._group = meeting(found.st_dev, found.st_ino, sqlite3.IntegrityError)
 
     def __enter__(self) -> RecordStore:
         return self
@@ -120,14 +124,22 @@ class RecordStore:
             TableError: The record's target was never added.
         """
         with self._faults():
+            row = _row(record)
             try:
-                self._db.execute(f"INSERT OR REPLACE {_INSERT}", _row(record))
+                self._group.write(row, self._commit)
             except sqlite3.IntegrityError:
                 raise TableError(
                     f"a record of target {record.target_key!r} does not belong into record store"
                     f" {str(self.path)!r}, which knows {', '.join(self._keys()) or 'no target'};"
                     " add the target first"
                 ) from None
+
+    def _commit(self, rows: Sequence[object]) -> None:
+        """Add rows, this store's and others', in one transaction."""
+        if len(rows) == 1:
+            self._db.execute(f"INSERT OR REPLACE {_INSERT}", rows[0])  # type: ignore[arg-type]
+        else:
+            self._transact([(f"INSERT OR REPLACE {_INSERT}", row) for row in rows])
 
     def put_table(self, table: RouteTable) -> None:
         """Add a route table; what is in the store stays, and a second import changes nothing."""
@@ -283,15 +295,18 @@ class RecordStore:
     def _write(self, statements: Iterable[tuple[str, Any]]) -> None:
         """Run the statements as one transaction."""
         with self._faults():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                for statement, values in statements:
-                    self._db.execute(statement, values)
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
+            self._transact(statements)
+
+    def _transact(self, statements: Iterable[tuple[str, Any]]) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            for statement, values in statements:
+                self._db.execute(statement, values)
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
 
     def _prepare(self) -> None:
         self._db.execute("PRAGMA foreign_keys = ON")

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from routepilot.env import errors
 from routepilot.env.accuracy import Gate
@@ -39,6 +39,40 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 #: Outcomes an engine has earned for good: another route with that engine gets the same.
 LASTING = (Status.OK, Status.ACCURACY_FAILED, Status.INVALID_OUTPUT)
+
+
+class RouteWorker(Protocol):
+    """What a session asks of whoever builds and times its routes; `Worker` says what each means."""
+
+    deadline_seconds: float
+
+    @property
+    def starting_seconds(self) -> float: ...  # noqa: D102
+
+    @property
+    def stray_flags(self) -> str | None: ...  # noqa: D102
+
+    def close(self) -> None: ...  # noqa: D102
+
+    def wake(self) -> None: ...  # noqa: D102
+
+    def default_outcome(self) -> Outcome: ...  # noqa: D102
+
+    def trial(  # noqa: D102
+        self,
+        route: Route,
+        *,
+        incumbent_log_speedup: float | None = None,
+        known: Mapping[str, Outcome] | None = None,
+    ) -> Outcome: ...
+
+    def confirm(self, route: Route, save_to: Path | None = None) -> Outcome: ...  # noqa: D102
+
+    def control(self) -> Outcome: ...  # noqa: D102
+
+    def layers(self, route: Route, inferences: int = 20) -> Layers | None: ...  # noqa: D102
+
+    def noise_floor(self) -> float: ...  # noqa: D102
 
 
 class Worker:
@@ -287,7 +321,7 @@ class Worker:
             child.kill()
             self._child = None
         if "error" in answer:
-            _raise(answer)
+            raise_reported(answer)
         outcome = answer.get("outcome")
         self._suspect = isinstance(outcome, dict) and outcome.get("status") != Status.OK.value
         return answer
@@ -335,7 +369,7 @@ class Worker:
                 self._was_killed = answer.killed
                 raise MachineError(f"the worker child cannot start: {answer.reason}")
             if "error" in answer:
-                _raise(answer)
+                raise_reported(answer)
             if woken:
                 self.starting_seconds += min(answer["ready"], asked) - self._woken
             answer = child.ask({"do": "default"}, self.deadline_seconds)
@@ -343,7 +377,7 @@ class Worker:
                 self._was_killed = answer.killed
                 raise self._default_failed(answer.status, answer.reason)
             if "error" in answer:
-                _raise(answer)
+                raise_reported(answer)
             outcome = unpack_outcome(answer["outcome"])
             if not outcome.is_feasible:
                 raise self._default_failed(outcome.status, outcome.reason)
@@ -373,7 +407,7 @@ def _child_environment(options: Mapping[str, str]) -> dict[str, str]:
     return {**environment, **dict.fromkeys(THREAD_VARIABLES, threads)}
 
 
-def _raise(answer: Mapping[str, Any]) -> NoReturn:
-    """Raise the error a child reports, as the class it was there."""
+def raise_reported(answer: Mapping[str, Any]) -> NoReturn:
+    """Raise the error that another process reports, as the class it was there."""
     kind = getattr(errors, answer["error"], MachineError)
     raise kind(answer["message"])

@@ -5,9 +5,10 @@ Loaded inside worker children as `hostile_backend:make`. Its engines compute `y 
 
 Options: `latency_ms` of the default; `default`, the deed of the default route; `noise`: `plain`
 (1 % a block of one engine), `none`, or `machine` (see `MachineNoise`); `flat`: no knob makes any
-difference; `seed` of the noise; `slow`, seconds that a build takes; `broken` and `dies`, backends
-that do not start. The environment variable `ROUTEPILOT_HOSTILE` gives options to runs of the
-command line as a JSON object; its `deeds` are the deeds that the catalog offers.
+difference; `log`, the file that counts builds; `seed` of the noise; `slow`, seconds that a build
+takes; `broken` and `dies`, backends that do not start. The environment variable
+`ROUTEPILOT_HOSTILE` gives options to runs of the command line as a JSON object; its `deeds` are the
+deeds that the catalog offers.
 """
 
 from __future__ import annotations
@@ -290,7 +291,8 @@ class HostileBackend:
         return Target("hostile", "none", {}, self.catalog().key, settings)
 
     def build(self, model: Any, route: Route, workdir: Path) -> HostileEngine | BuildFailure:
-        with (workdir / "builds.jsonl").open("a") as log:  # for tests that count builds
+        place = Path(self.options.get("log", workdir / "builds.jsonl"))
+        with place.open("a") as log:  # for tests that count builds
             log.write(json.dumps([os.getpid(), str(route)]) + "\n")
         settings = CATALOG.full_settings(route)
         time.sleep(float(self.options.get("slow", "0")))

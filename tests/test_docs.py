@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "docs" / "using.md"]
+PAGES = [ROOT / "docs" / name for name in ("using.md", "environment.md", "scale.md")]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -43,17 +43,20 @@ def test_commands_exist_with_their_options(line: str) -> None:
         cli_insight,
         cli_learning,
         cli_nvidia,
+        cli_policy,
         cli_records,
     )
 
-    assert all((cli_corpus, cli_insight, cli_learning, cli_nvidia, cli_records))
+    assert all((cli_corpus, cli_insight, cli_learning, cli_nvidia, cli_policy, cli_records))
     words = shlex.split(line, comments=True)[1:]
     group = typer.main.get_command(cli.app)
-    command = group.commands[words[0]]  # type: ignore[attr-defined]
+    command = group.commands[words.pop(0)]  # type: ignore[attr-defined]
+    while hasattr(command, "commands"):  # a group of verbs, e.g. `policy`
+        command = command.commands[words.pop(0)]
     names = {name for parameter in command.params for name in parameter.opts}
-    for word in words[1:]:
+    for word in words:
         if word.startswith("-"):
-            assert word in names, f"{words[0]} has no {word}"
+            assert word in names, f"{command.name} has no {word}"
 
 
 def test_there_is_something_to_test() -> None:

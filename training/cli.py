@@ -7,6 +7,7 @@ interrupted with everything saved. Heavy imports happen inside the verbs.
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -97,6 +98,16 @@ ExpressionOpt = Annotated[
 ExpressionFileOpt = Annotated[
     Path | None, typer.Option(help="The same from a file, as for --tuneBuildRouteFile.")
 ]
+RayOpt = Annotated[
+    str | None,
+    typer.Option("--ray", help="Run on a Ray cluster: local, auto or its address (docs/scale.md)."),
+]
+SlotOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--slot", help="With --ray: what a measuring slot takes, e.g. CPU=2,GPU=0.5,h200=1."
+    ),
+]
 DeadlineOpt = Annotated[float, typer.Option(help="Seconds one build with its timing may take.")]
 
 
@@ -106,7 +117,7 @@ def tune(
     out: OutOpt = Path("routepilot-out"),
     backend: BackendOpt = "cpu",
     policy: Annotated[
-        str | None, typer.Option(help="Released policy by name, or a .safetensors file.")
+        str | None, typer.Option(help="Policy by name (`routepilot policy list`), folder or file.")
     ] = None,
     agent: Annotated[str | None, typer.Option(help="Choose by another agent, e.g. random.")] = None,
     effort: EffortOpt = Effort.STANDARD,
@@ -233,12 +244,20 @@ def compare(
     option: OptionOpt = None,
     expression: ExpressionOpt = None,
     expression_file: ExpressionFileOpt = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Agents at once, each on a core or GPU of its own; by turns if absent."),
+    ] = None,
+    ray: RayOpt = None,
+    slot: SlotOpt = None,
     deadline: DeadlineOpt = 120.0,
     seed: SeedOpt = 0,
     quiet: QuietOpt = False,
     json: JsonOpt = False,
 ) -> None:
     """Run several agents on a model at equal budgets.
+
+    With --workers or --ray agents run at once; what two ask for is built by the first all the same.
 
     Example: routepilot compare zoo:ddddocr --agents default,ppo,fast,random --max-builds 6
     """
@@ -252,6 +271,7 @@ def compare(
     )
     from routepilot.training.search import Budget
     from routepilot.training.session import SessionConfig
+    from routepilot.training.slots import measuring_slots
 
     chosen = preset(effort)
     builds = chosen.builds if max_builds is None else max_builds
@@ -267,7 +287,14 @@ def compare(
     named = prepare_model(model, shape, inputs, seed)
     names = [name.strip() for name in agents.split(",") if name.strip()]
     quiet = quiet or json
-    with console.Steps(f"compare on {named.model.name}", builds, quiet=quiet) as steps:
+    say = (lambda _: None) if quiet else console.say
+    by_turns = workers is None and ray is None and slot is None
+    with (
+        nullcontext()
+        if by_turns
+        else measuring_slots(config, workers, ray=ray, needs=slot, say=say) as pool,
+        console.Steps(f"compare on {named.model.name}", builds, quiet=quiet) as steps,
+    ):
         rows = run(
             named,
             names,
@@ -278,10 +305,11 @@ def compare(
             policy=policy,
             seed=seed,
             expression=routes,
-            say=(lambda _: None) if quiet else console.say,
+            say=say,
             on_outcome=lambda agent, number, outcome: steps.step(
                 number, f"{agent}: {console.outcome_text(outcome)}", note=agent
             ),
+            pool=pool,
         )
     if json:
         console.print_json({"agents": {name: row.as_json() for name, row in rows.items()}})
@@ -447,6 +475,7 @@ def main() -> None:
         cli_insight,
         cli_learning,
         cli_nvidia,
+        cli_policy,
         cli_records,
     )
 

@@ -5,11 +5,12 @@ Imported by `cli.main`, which owns the application object.
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,15 +25,18 @@ from routepilot.training.cli import (
     ExpressionOpt,
     JsonOpt,
     OptionOpt,
+    RayOpt,
     SecondsOpt,
     SeedOpt,
+    SlotOpt,
     ThreadsOpt,
     app,
 )
 from routepilot.training.effort import Effort, preset
 
 if TYPE_CHECKING:
-    from routepilot.training.collect import CorpusModel
+    from routepilot.training.collect import CorpusModel, Progress
+    from routepilot.training.console import Steps
 
 zoo_app = typer.Typer(help="The corpus: list, export and check its models.", no_args_is_help=True)
 app.add_typer(zoo_app, name="zoo")
@@ -178,11 +182,17 @@ def collect(
         int, typer.Option(help="So many of a model's fastest routes are built and timed again.")
     ] = 8,
     workers: Annotated[
-        int, typer.Option(help="Models measured at once, each pinned to a core of its own.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            help="Models measured at once, each on a core or GPU of its own: 1 here; with --ray as"
+            " many as the cluster has room for."
+        ),
+    ] = None,
     cores: Annotated[
         str | None, typer.Option(help="Cores to pin them to, by commas; the first when absent.")
     ] = None,
+    ray: RayOpt = None,
+    slot: SlotOpt = None,
     deadline: Annotated[float, typer.Option(help="Seconds one build may take.")] = 120.0,
     seed: SeedOpt = 0,
     json: JsonOpt = False,
@@ -195,7 +205,6 @@ def collect(
 
     Example: routepilot collect -o cpu.parquet --models zoo --routes 128 --neighbours 32 --workers 2
     """
-    from routepilot.env.backends import load_backend
     from routepilot.env.tables import save_table
     from routepilot.training import collect as collecting
     from routepilot.training import console
@@ -203,13 +212,11 @@ def collect(
     from routepilot.training.files import ensure_folder
     from routepilot.training.inputs import backend_options, route_expression
     from routepilot.training.session import SessionConfig
+    from routepilot.training.slots import measuring_slots, read_cores
 
-    pinned = _cores(cores, workers, threads)
-    if threads * workers > (os.cpu_count() or 1):
-        raise InputError(
-            f"{workers} workers of {threads} threads need {threads * workers} cores and there are"
-            f" {os.cpu_count()}; lower --workers"
-        )
+    if cores is not None and ray is not None:
+        raise InputError("--cores names cores of this machine; leave it out with --ray")
+    pinned = None if cores is None else read_cores(cores)
     ensure_folder(out.parent)
     store = out.with_suffix(".sqlite")
     config = SessionConfig(
@@ -219,52 +226,43 @@ def collect(
         deadline_seconds=deadline,
         allow=tuple(allow or ()),
     )
-    compiler = load_backend(backend, config.options)
     corpus = _corpus(models, seed)
     wanted = route_expression(expression, expression_file)
     count = preset(effort).routes if routes is None else routes
-    plan = (
-        collecting.plan_routes(compiler.catalog(), count, seed)
-        if wanted is None
-        else lay_out(read_expression(wanted, compiler.catalog()), compiler.catalog(), "collect")
-    )
     end = math.inf if max_seconds is None else time.monotonic() + max_seconds
-    total = len(corpus) * (len(plan) + neighbours + controls + 1)
+    say = (lambda _: None) if json else console.say
     stop = threading.Event()
     previous = signal.signal(signal.SIGINT, lambda *_: stop.set())
     try:
-        with console.Steps("collect", total, quiet=json) as steps:
-            lock, done = threading.Lock(), {"steps": 0}
-
-            def hear(progress: collecting.Progress) -> None:
-                with lock:
-                    done["steps"] += 1
-                    where = f"{progress.model} {progress.done}/{progress.planned}"
-                    if progress.error:
-                        steps.step(done["steps"], f"{where} given up: {progress.error}")
-                    elif progress.outcome is not None:
-                        text = console.outcome_text(progress.outcome)
-                        steps.step(done["steps"], f"{where} {text}", note=progress.model)
-
-            collecting.collect(
-                corpus,
-                store,
-                config,
-                plan,
-                out.parent / f"{out.stem}-work",
-                neighbourhood=collecting.Neighbourhood(count=neighbours),
-                repeats=collecting.Repeats(controls, recheck),
-                cores=pinned,
-                on_progress=hear,
-                should_stop=lambda: stop.is_set() or time.monotonic() >= end,
+        with measuring_slots(config, workers, cores=pinned, ray=ray, needs=slot, say=say) as pool:
+            catalog, target = pool.compiler(config)
+            plan = (
+                collecting.plan_routes(catalog, count, seed)
+                if wanted is None
+                else lay_out(read_expression(wanted, catalog), catalog, "collect")
             )
+            total = len(corpus) * (len(plan) + neighbours + controls + 1)
+            with console.Steps("collect", total, quiet=json) as steps:
+                collecting.collect(
+                    corpus,
+                    store,
+                    config,
+                    plan,
+                    out.parent / f"{out.stem}-work",
+                    neighbourhood=collecting.Neighbourhood(count=neighbours),
+                    repeats=collecting.Repeats(controls, recheck),
+                    slots=pool.slots,
+                    on_progress=_hearing(steps),
+                    should_stop=lambda: stop.is_set() or time.monotonic() >= end,
+                )
+            facts = pool.facts()
     finally:
         signal.signal(signal.SIGINT, previous)
     if stop.is_set():
         raise KeyboardInterrupt
     table = collecting.table_from_store(
         store,
-        compiler.target().key,
+        target.key,
         [entry.model.fingerprint for entry in corpus],
         {
             "seed": seed,
@@ -272,6 +270,7 @@ def collect(
             "neighbours": neighbours,
             "controls": controls,
             "recheck": recheck,
+            **facts,
         },
     )
     save_table(table, out)
@@ -281,21 +280,23 @@ def collect(
         console.out.print(f"written: {out} ({len(table.models)} models)", markup=False)
 
 
-def _cores(text: str | None, workers: int, threads: int) -> list[int | None]:
-    """The core of each worker; None leaves engines of several threads to the system."""
-    if text is None:
-        return [number if threads == 1 else None for number in range(workers)]
-    here = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    given = [item.strip() for item in text.split(",")]
-    numbers = [int(item) for item in given if item.isascii() and item.isdigit()]
-    if len(numbers) != len(given) or not set(numbers) <= set(here):
-        raise InputError(f"--cores {text!r} names no cores of this machine; it has {here}")
-    if len(set(numbers)) != workers or threads > 1:
-        raise InputError(
-            f"--cores {text!r} is for {workers} workers of {threads} threads; name one core for"
-            " each worker of one thread"
-        )
-    return list(numbers)
+def _hearing(steps: Steps) -> Callable[[Progress], None]:
+    """Shows the steps of a collection, which come from any thread."""
+    from routepilot.training import console
+
+    lock, done = threading.Lock(), itertools.count(1)
+
+    def hear(progress: Progress) -> None:
+        with lock:
+            step = next(done)
+            where = f"{progress.model} {progress.done}/{progress.planned}"
+            if progress.error:
+                steps.step(step, f"{where} given up: {progress.error}")
+            elif progress.outcome is not None:
+                text = console.outcome_text(progress.outcome)
+                steps.step(step, f"{where} {text}", note=progress.model)
+
+    return hear
 
 
 def _names(text: str | None) -> list[str]:

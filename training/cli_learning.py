@@ -5,6 +5,7 @@ Imported by `cli.main`, which owns the application object.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -166,8 +167,10 @@ def evaluate(
 
     Example: routepilot evaluate --table cpu --agents random,best-on-average,two-way-gp,ppo
     """
+    from routepilot.env.errors import InputError
     from routepilot.env.tables import load_table
     from routepilot.training import console
+    from routepilot.training.cluster import connected
     from routepilot.training.defaults import find_table
     from routepilot.training.evaluate import (
         DEFAULT_AGENTS,

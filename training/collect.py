@@ -1,30 +1,29 @@
 """`collect`: measure many routes on many models into one route table.
 
-Owns the plan of routes and the unattended run: one pinned worker a core, every outcome recorded
-as it comes, repeats as controls, resumed by repeating the command. Knows no agent.
+Owns the plan of routes and the unattended run: one worker a slot (`slots.py`), every outcome
+recorded as it comes, repeats as controls, resumed by repeating the command. Knows no agent.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import queue
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from routepilot.env.accuracy import Gate, regate
-from routepilot.env.errors import RoutePilotError
+from routepilot.env.errors import LostSlotError, RoutePilotError
 from routepilot.env.models import Model
 from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route, combine
 from routepilot.env.store import RecordStore
 from routepilot.training.manifest import manifest
-from routepilot.training.session import Session, SessionConfig
+from routepilot.training.session import Place, Session, SessionConfig
+from routepilot.training.slots import Slot, share_out
 
 #: Gate while collecting: anything that resembles the reference is timed, so that a table can be
 #: replayed at any tolerance below this.
@@ -143,7 +142,7 @@ def collect(
     *,
     neighbourhood: Neighbourhood = Neighbourhood(),
     repeats: Repeats = Repeats(),
-    cores: Sequence[int | None] = (0,),
+    slots: Sequence[Slot] = (Slot(cpu=0),),
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -157,46 +156,28 @@ def collect(
         workdir: Folder for transforms and logs.
         neighbourhood: What is built around a model's fastest routes.
         repeats: What is built and timed more than once.
-        cores: Core of each worker, which takes one model at a time; None pins it to none. Keep
-            all else quiet.
+        slots: Where to measure, one model at a time each. Keep all else quiet. A slot of a cluster
+            that is lost for good gives its model to the others.
         on_progress: Hears every step, from any thread.
         should_stop: Asked before every build; True ends the run with everything saved.
     """
-    waiting: queue.SimpleQueue[CorpusModel] = queue.SimpleQueue()
-    for model in models:
-        waiting.put(model)
     report = on_progress or (lambda _: None)
-    faults: list[BaseException] = []
 
-    def work(core: int | None) -> None:
-        try:
-            while not should_stop() and not faults:
-                try:
-                    entry = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                _collect_model(
-                    entry,
-                    store_path,
-                    replace(config, gate=COLLECT_GATE, cpu=core),
-                    routes,
-                    workdir,
-                    neighbourhood,
-                    repeats,
-                    report,
-                    should_stop,
-                )
-        except BaseException as error:
-            faults.append(error)
+    def work(slot: Slot, entry: CorpusModel) -> None:
+        _collect_model(
+            entry,
+            store_path,
+            replace(slot.fit(config), gate=COLLECT_GATE),
+            routes,
+            workdir,
+            neighbourhood,
+            repeats,
+            report,
+            should_stop,
+            slot.place,
+        )
 
-    threads = [threading.Thread(target=work, args=(core,), daemon=True) for core in cores]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(0.2)
-    if faults:
-        raise faults[0]
+    share_out(models, slots, work, should_stop)
 
 
 def _collect_model(
@@ -209,6 +190,7 @@ def _collect_model(
     plan: Repeats,
     report: Callable[[Progress], None],
     should_stop: Callable[[], bool],
+    place: Place | None,
 ) -> None:
     planned = len(routes) + around.count + plan.controls + 1
     with (
@@ -220,6 +202,7 @@ def _collect_model(
             workdir / entry.model.fingerprint[:16],
             family=entry.family,
             trained=entry.trained,
+            place=place,
         ) as session,
     ):
         done = 0
@@ -240,6 +223,8 @@ def _collect_model(
                 outcome, fresh = session.again(route, repeat)
                 done += 1
                 report(Progress(entry.model.name, done, planned, outcome if fresh else None))
+        except LostSlotError:
+            raise
         except RoutePilotError as error:
             report(Progress(entry.model.name, done, planned, error=str(error)))
 

@@ -7,10 +7,13 @@ confirmed once, and a table that knows the model is stripped of its family first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from routepilot.agents import NEEDS_POLICY, NEEDS_TABLE, check_name, make_agent, make_factory
 from routepilot.env.backends.recorded import Replay
@@ -27,12 +30,16 @@ from routepilot.training.inputs import NamedModel
 from routepilot.training.manifest import manifest
 from routepilot.training.search import Budget, Confirmed, Search, confirm_best, run_search
 from routepilot.training.session import Say, Session, SessionConfig, silent
+from routepilot.training.sharing import Sharing, SharingSession
+from routepilot.training.slots import Slot, SlotPool, share_out
 
 if TYPE_CHECKING:
     from routepilot.agents.policy import LoadedPolicy
 
 #: Agents compared when none are named.
 DEFAULT_AGENTS = ("default", "ppo", "fast", "random")
+
+CONFIRMING = "confirming each winner with fresh builds and other inputs"
 
 
 @dataclass(frozen=True)
@@ -105,32 +112,129 @@ def run_agents(
     Returns:
         Agent name -> its row, in the order given.
     """
+    replay = Replay(table, session.config.gate) if table is not None else None
     searches: dict[str, Search] = {}
-    gate = session.config.gate
-    replay = Replay(table, gate) if table is not None else None
     for name in dict.fromkeys(agents):
-        problem = make_problem(
-            session, name, budget.max_builds, seed, expression=expression, say=say
-        )
-        agent = make_agent(name, problem, replay=replay, policy=policy)
         say(f"agent {name}")
-        searches[name] = run_search(
-            session,
-            agent,
-            budget,
-            use_incumbent=False,
-            on_outcome=_bind(on_outcome, name),
+        searches[name] = _search(
+            session, name, budget, replay, policy, seed, expression, say, on_outcome
         )
-    say("confirming each winner with fresh builds and other inputs")
+    say(CONFIRMING)
+    answers = {key: confirm_best(session, found) for key, found in _answers(searches).items()}
+    return _rows(searches, answers)
+
+
+def run_agents_at_once(
+    named: NamedModel,
+    agents: Sequence[str],
+    budget: Budget,
+    config: SessionConfig,
+    store: Path,
+    workdir: Path,
+    slots: Sequence[Slot],
+    *,
+    table: RouteTable | None = None,
+    policy: LoadedPolicy | None = None,
+    seed: int = 0,
+    expression: str | Path | None = None,
+    say: Say = silent,
+    on_outcome: Callable[[str, int, Outcome], None] | None = None,
+) -> Mapping[str, AgentResult]:
+    """Run agents at once, each in a slot; what two ask for is built by the first.
+
+    An agent asks and is told as in `run_agents`, so it builds the same routes; their figures come
+    from several slots, each timed against a default engine of its own slot.
+
+    Args:
+        named: The model.
+        agents: Agent names.
+        budget: The same for each.
+        config: Session settings.
+        store: Record store of all.
+        workdir: Folder for transforms and logs, one folder a slot.
+        slots: Where to build and time.
+        table: As in `run_agents`.
+        policy: As in `run_agents`.
+        seed: As in `run_agents`.
+        expression: As in `run_agents`.
+        say: Hears one line an agent, from any thread.
+        on_outcome: As in `run_agents`, from any thread, one call at a time.
+    """
+    replay = Replay(table, config.gate) if table is not None else None
+    sharing, lock = Sharing(), threading.Lock()
+    searches: dict[str, Search] = {}
     answers: dict[tuple[Route, ...], Confirmed] = {}
-    rows = {}
-    for name, search in searches.items():
-        promising = search.promising()
-        key = tuple(outcome.route for outcome in promising)[:1]
-        if key not in answers:
-            answers[key] = confirm_best(session, promising)
-        rows[name] = AgentResult(name, search, answers[key])
-    return rows
+
+    @contextmanager
+    def opened(slot: Slot) -> Iterator[Session]:
+        place = workdir / f"slot{slots.index(slot)}"
+        settings = slot.fit(config)
+        with (
+            RecordStore(store) as records,
+            SharingSession(
+                sharing, named.model, settings, records, place, place=slot.place
+            ) as session,
+        ):
+            yield session
+
+    def hear(name: str, number: int, outcome: Outcome) -> None:
+        with lock:
+            if on_outcome is not None:
+                on_outcome(name, number, outcome)
+
+    def search(slot: Slot, name: str) -> None:
+        with opened(slot) as session:
+            say(f"agent {name}")
+            searches[name] = _search(
+                session, name, budget, replay, policy, seed, expression, say, hear
+            )
+
+    def confirm(slot: Slot, answer: tuple[tuple[Route, ...], list[Outcome]]) -> None:
+        with opened(slot) as session:
+            answers[answer[0]] = confirm_best(session, answer[1])
+
+    share_out(dict.fromkeys(agents), slots, search)
+    say(CONFIRMING)
+    searches = {name: searches[name] for name in dict.fromkeys(agents)}
+    share_out(_answers(searches).items(), slots, confirm)
+    return _rows(searches, answers)
+
+
+def _search(
+    session: Session,
+    name: str,
+    budget: Budget,
+    replay: Replay | None,
+    policy: LoadedPolicy | None,
+    seed: int,
+    expression: str | Path | None,
+    say: Say,
+    on_outcome: Callable[[str, int, Outcome], None] | None,
+) -> Search:
+    """Let one agent spend the budget."""
+    problem = make_problem(session, name, budget.max_builds, seed, expression=expression, say=say)
+    agent = make_agent(name, problem, replay=replay, policy=policy)
+    return run_search(
+        session, agent, budget, use_incumbent=False, on_outcome=_bind(on_outcome, name)
+    )
+
+
+def _answers(searches: Mapping[str, Search]) -> dict[tuple[Route, ...], list[Outcome]]:
+    """What is to be confirmed: fastest route -> promising outcomes of the first who found it."""
+    found: dict[tuple[Route, ...], list[Outcome]] = {}
+    for search in searches.values():
+        found.setdefault(_key(search), search.promising())
+    return found
+
+
+def _key(search: Search) -> tuple[Route, ...]:
+    return tuple(outcome.route for outcome in search.promising())[:1]
+
+
+def _rows(
+    searches: Mapping[str, Search], answers: Mapping[tuple[Route, ...], Confirmed]
+) -> Mapping[str, AgentResult]:
+    return {name: AgentResult(name, s, answers[_key(s)]) for name, s in searches.items()}
 
 
 def compare(
@@ -146,6 +250,7 @@ def compare(
     expression: str | Path | None = None,
     say: Say = silent,
     on_outcome: Callable[[str, int, Outcome], None] | None = None,
+    pool: SlotPool | None = None,
 ) -> Mapping[str, AgentResult]:
     """Compare agents on a model and write `comparison.json` into `out`.
 
@@ -161,27 +266,31 @@ def compare(
         expression: As in `tune`.
         say: Hears remarks.
         on_outcome: Hears agent, build number and outcome.
+        pool: Slots for agents at once; one after the other, on no particular core, when None.
     """
     for name in agents:
         check_name(name)
     known, loaded = _sources(named, agents, config.backend, table, policy, say)
     folder = ensure_folder(out)
-    with (
-        RecordStore(folder / "records.sqlite") as store,
-        Session(named.model, config, store, folder / "work") as session,
-    ):
-        rows = run_agents(
-            session,
-            agents,
-            budget,
-            table=known,
-            policy=loaded,
-            seed=seed,
-            expression=expression,
-            say=say,
-            on_outcome=on_outcome,
-        )
-    facts = manifest(seed=seed, gate={"metric": config.gate.metric, "limit": config.gate.limit})
+    records, work = folder / "records.sqlite", folder / "work"
+    run: Callable[..., Mapping[str, AgentResult]]
+    if pool is not None:
+        run = partial(run_agents_at_once, named, agents, budget, config, records, work, pool.slots)
+    else:
+        run = partial(_one_after_the_other, named, agents, budget, config, records, work)
+    rows = run(
+        table=known,
+        policy=loaded,
+        seed=seed,
+        expression=expression,
+        say=say,
+        on_outcome=on_outcome,
+    )
+    facts = manifest(
+        seed=seed,
+        gate={"metric": config.gate.metric, "limit": config.gate.limit},
+        **(pool.facts() if pool is not None else {}),
+    )
     write_json(
         folder / "comparison.json",
         {
@@ -193,6 +302,22 @@ def compare(
         },
     )
     return rows
+
+
+def _one_after_the_other(
+    named: NamedModel,
+    agents: Sequence[str],
+    budget: Budget,
+    config: SessionConfig,
+    records: Path,
+    work: Path,
+    **kwargs: Any,
+) -> Mapping[str, AgentResult]:
+    with (
+        RecordStore(records) as store,
+        Session(named.model, config, store, work) as session,
+    ):
+        return run_agents(session, agents, budget, **kwargs)
 
 
 def _sources(

@@ -88,8 +88,20 @@ def find_table(name: str) -> Path:
     )
 
 
+def policies_folder() -> Path:
+    """Folder of the policies that `routepilot policy pull` fetched, one folder each."""
+    from platformdirs import user_data_dir
+
+    return Path(user_data_dir("routepilot")) / "policies"
+
+
+def pulled_policies() -> list[str]:
+    """Names of the policies that were pulled."""
+    return sorted(path.parent.name for path in policies_folder().glob("*/policy.safetensors"))
+
+
 def find_policy(name: str) -> Path:
-    """The weights file of a policy given by path or released name.
+    """The weights file of a policy given by path, released name, or the name it was pulled under.
 
     Raises:
         PolicyError: There is no such file or name.
@@ -101,9 +113,13 @@ def find_policy(name: str) -> Path:
     released = checkpoints_folder() / f"{name}.safetensors"
     if os.path.exists(released):  # which a name that is too long answers too
         return released
+    pulled = policies_folder() / name / "policy.safetensors"
+    if os.path.exists(pulled):
+        return pulled
     raise PolicyError(
-        f"no policy {name!r}; released: {', '.join(released_policies()) or 'none'};"
-        " or give the path of a .safetensors file that `routepilot train` wrote"
+        f"no policy {name!r}; released: {', '.join(released_policies()) or 'none'}; pulled:"
+        f" {', '.join(pulled_policies()) or 'none'}; or give the path of a .safetensors file that"
+        " `routepilot train` wrote"
     )
 
 

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from routepilot.training import apply_route
 from routepilot.training.files import write_json
 from routepilot.training.runs import DEPLOY
 
@@ -40,10 +41,12 @@ def finish(run: Path, result: Mapping[str, object]) -> Path | None:
         The deploy folder; None when the engine wrote nothing, and what was there stays.
     """
     folder, place, old = run / f".{DEPLOY}", run / DEPLOY, run / f".{DEPLOY}-old"
-    written = sorted(p for p in folder.rglob("*") if p.is_file())
-    if not written:
+    if not any(p.is_file() for p in folder.rglob("*")):
         shutil.rmtree(folder, ignore_errors=True)
         return None
+    if result.get("trtexec"):  # an answer that other front ends of TensorRT can apply
+        shutil.copyfile(Path(apply_route.__file__), folder / "apply_route.py")
+    written = sorted(p for p in folder.rglob("*") if p.is_file())
     facts = {name: result[name] for name in FACTS if name in result}
     hashes = {str(path.relative_to(folder)): _sha256(path) for path in written}
     write_json(folder / "manifest.json", {**facts, "files": hashes})

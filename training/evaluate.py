@@ -9,11 +9,14 @@ to 95 % of it, intervals bootstrapped over models and seeds. Measures nothing li
 from __future__ import annotations
 
 import math
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,10 @@ from numpy.typing import NDArray
 
 from routepilot.agents import NEEDS_TABLE, make_factory
 from routepilot.agents.base import AgentFactory, Problem, search
-from routepilot.agents.oracle import oracle
+from routepilot.agents.policy import file_hash, load_policy
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.recorded import ModelReplay, Replay
+from routepilot.env.drafts import draft_folder
 from routepilot.env.errors import InputError, MachineError
 from routepilot.env.forecast import calibration_error, held_out_reliability
 from routepilot.env.outcomes import Outcome
@@ -33,38 +37,30 @@ from routepilot.env.routes import Route
 from routepilot.env.surrogate import leave_family_out
 from routepilot.env.tables import save_table
 from routepilot.env.zoo_entries import splits
+from routepilot.training.cluster_slot import Files, read_files, write_files
 from routepilot.training.files import ensure_folder
+from routepilot.training.jobs import run_jobs
 from routepilot.training.manifest import manifest
 from routepilot.training.session import Say, silent
+from routepilot.training.trace_log import TraceLog, Traces, job_key, table_key
 
 Floats = NDArray[np.float64]
 
 #: Builds at which agents are compared.
 BUDGETS = (1, 2, 4, 8, 16)
 
-#: Agents evaluated when none are named: those that need no training.
+#: Agents evaluated when none are named; `ppo` is added when policies are given.
 DEFAULT_AGENTS = (
-    "oracle",
     "fast",
     "mixed",
-    "recentred",
     "random",
     "tpe",
     "gp",
-    "forest-scratch",
     "best-on-average",
     "knn",
     "coreset",
-    "grace",
-    "forest",
-    "transfer-gp",
     "two-way-gp",
-    "thompson",
-    "greedy",
 )
-
-#: Where the policies of the agents that need one are kept, by agent.
-POLICY_FOLDERS = {"bc": "policies-bc", "ppo": "policies"}
 
 #: Bootstrap draws behind an interval.
 DRAWS = 2000
@@ -152,46 +148,123 @@ def trace(factory: AgentFactory, replay: Replay, model: ModelReplay, seed: int) 
     return Trace(gains, len(outcomes), model.oracle)
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """What all jobs of an evaluation share.
+
+    Attributes:
+        table: Route table.
+        gate: Accuracy gate.
+        seeds: Search seeds.
+    """
+
+    table: RouteTable
+    gate: Gate
+    seeds: tuple[int, ...]
+
+    @cached_property
+    def replay(self) -> Replay:
+        """The table, judged by the gate."""
+        return Replay(self.table, self.gate)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the replay, which whoever gets this makes again."""
+        return {name: self.__dict__[name] for name in ("table", "gate", "seeds")}
+
+
 def traces(
-    replay: Replay,
+    given: Replayed,
     agents: Sequence[str],
-    seeds: Sequence[int],
-    policies: Mapping[str, Mapping[str, Path]] | None = None,
+    policies: Mapping[str, Path] | None = None,
     say: Say = silent,
     split: str | None = None,
+    *,
+    workers: int = 1,
+    ray: Any = None,
+    log: TraceLog | None = None,
 ) -> dict[str, dict[str, list[Trace]]]:
     """All traces: agent -> model -> one a seed.
 
     Args:
-        replay: The table, judged by one gate.
+        given: The table, the gate, the seeds.
         agents: Agent names.
-        seeds: Search seeds.
-        policies: For `ppo` and `bc`: agent -> family -> policy that never saw it.
+        policies: For `ppo`: family -> policy that never saw it.
         say: Hears one line a fold.
         split: As `folds` takes it.
+        workers: As `run_jobs` takes it.
+        ray: As `run_jobs` takes it.
+        log: Where traces are kept; those that it has are not made again.
     """
-    found: dict[str, dict[str, list[Trace]]] = {name: {} for name in agents}
-    for fold in folds(replay.table.families, split):
-        known = replay.without_families(fold.hidden)
-        say(f"family {', '.join(fold.judged)}")
+    log = log or TraceLog(None)
+    of_table = table_key(given.table)
+    jobs = list[tuple[Fold, str, Path | str | None, Files | None]]()
+    keys, found = list[str](), dict[tuple[str, tuple[str, ...]], Traces]()
+    for fold in folds(given.table.families, split):
         for name in agents:
-            policy = (policies or {}).get(name, {}).get(fold.judged[0])
-            factory = None if name == "oracle" else _factory(name, known, policy)
-            for model in replay.only_families(fold.judged):
-                # A seed of its own for each model, or one lucky draw would serve them all.
-                place = replay.models.index(replay.model(model.card.fingerprint))
-                found[name][model.card.name] = [
-                    trace(factory or oracle(model), replay, model, 1000 * place + seed)
-                    for seed in seeds
-                ]
+            policy = (policies or {}).get(fold.judged[0]) if name == "ppo" else None
+            weights = "" if policy is None else file_hash(policy)
+            key = job_key(of_table, given.gate, given.seeds, fold, name, weights)
+            known = log.get(key)
+            if known is not None:
+                found[name, fold.judged] = known
+                continue
+            if policy is not None and ray is not None:
+                jobs.append((fold, name, policy.name, read_files(policy.parent)))
+            else:
+                jobs.append((fold, name, policy, None))
+            keys.append(key)
+    if found:
+        say(f"{len(found)} of {len(found) + len(jobs)} parts were made before")
+    for place, made in run_jobs(trace_fold, given, jobs, workers=workers, ray=ray):
+        fold, name, *_ = jobs[place]
+        log.add(keys[place], made)
+        found[name, fold.judged] = made
+        say(f"family {', '.join(fold.judged)}: {name}")
+    return {
+        name: {
+            model: [Trace(np.array(t["gains"]), t["builds"], t["oracle"]) for t in rows]
+            for fold in folds(given.table.families, split)
+            for model, rows in found[name, fold.judged].items()
+        }
+        for name in agents
+    }
+
+
+def trace_fold(
+    given: Replayed, fold: Fold, name: str, policy: Path | str | None, files: Files | None
+) -> dict[str, list[dict[str, Any]]]:
+    """One job: an agent on every model that a fold judges.
+
+    Args:
+        given: What all jobs share.
+        fold: Who is judged, who is hidden.
+        name: Agent name.
+        policy: For `ppo`: its weights file, here or among `files`.
+        files: For a job elsewhere: the policy's folder.
+
+    Returns:
+        Model -> traces as plain data, one a seed.
+    """
+    replay = given.replay
+    with tempfile.TemporaryDirectory() as folder:
+        if files is not None:
+            write_files(Path(folder), files)
+            policy = Path(folder) / str(policy)
+        factory = _factory(name, replay.without_families(fold.hidden), policy)
+        found: dict[str, list[dict[str, Any]]] = {}
+        for model in replay.only_families(fold.judged):
+            # A seed of its own for each model, or one lucky draw would serve them all.
+            place = replay.models.index(replay.model(model.card.fingerprint))
+            rows = [trace(factory, replay, model, 1000 * place + seed) for seed in given.seeds]
+            found[model.card.name] = [
+                {"gains": t.gains.tolist(), "builds": t.builds, "oracle": t.oracle} for t in rows
+            ]
     return found
 
 
-def _factory(name: str, known: Replay, policy: Path | None) -> AgentFactory:
-    if policy is not None:
-        from routepilot.agents.policy import load_policy
-
-        return make_factory(name, policy=load_policy(policy))
+def _factory(name: str, known: Replay, policy: Path | str | None) -> AgentFactory:
+    if name == "ppo" and policy is not None:
+        return make_factory(name, policy=load_policy(Path(policy)))
     return make_factory(name, replay=known if name in NEEDS_TABLE else None)
 
 
@@ -203,7 +276,7 @@ def train_without_each_family(
     seed: int = 0,
     say: Say = silent,
     split: str | None = None,
-    imitate: bool = False,
+    ray: Any = None,
 ) -> dict[str, Path]:
     """One policy a fold, blind to what is hidden in it, each trained by a process of its own.
 
@@ -216,7 +289,7 @@ def train_without_each_family(
         seed: Training seed.
         say: Hears one line a policy.
         split: As `folds` takes it.
-        imitate: Leave out PPO: policies for `bc`.
+        ray: Ray, connected: its cluster trains, a core a policy.
 
     Returns:
         Family -> policy that judges it.
@@ -228,20 +301,43 @@ def train_without_each_family(
     def home(fold: Fold) -> Path:
         return folder / (f"for-{split}" if split else fold.judged[0])
 
-    def run(fold: Fold) -> None:
-        hidden = ",".join(fold.hidden)
-        command = [sys.executable, "-m", "routepilot", "train", "--table", str(place), "--json"]
-        command += ["--hold-out", hidden, "--seed", str(seed), "-o", str(home(fold))]
-        command += ["--steps", "0"] if imitate else []
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise MachineError(f"training without {hidden} failed: {done.stderr.strip()[-300:]}")
-        say(f"trained without {hidden}")
-
     waiting = [fold for fold in plan if not (home(fold) / "policy.safetensors").is_file()]
+    if ray is not None:
+        jobs = [(fold.hidden, seed) for fold in waiting]
+        for index, files in run_jobs(_train_elsewhere, place.read_bytes(), jobs, ray=ray):
+            with draft_folder(folder) as draft:
+                write_files(draft, files)
+                shutil.rmtree(home(waiting[index]), ignore_errors=True)
+                draft.rename(home(waiting[index]))
+            say(f"trained without {','.join(waiting[index].hidden)}")
+        waiting = []
+
+    def run(fold: Fold) -> None:
+        _train(place, fold.hidden, seed, home(fold))
+        say(f"trained without {','.join(fold.hidden)}")
+
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(run, waiting))
     return {f: home(fold) / "policy.safetensors" for fold in plan for f in fold.judged}
+
+
+def _train(table: Path, hidden: Sequence[str], seed: int, out: Path) -> None:
+    """Train a policy blind to some families, in a process of its own."""
+    families = ",".join(hidden)
+    command = [sys.executable, "-m", "routepilot", "train", "--table", str(table), "--json"]
+    command += ["--hold-out", families, "--seed", str(seed), "-o", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise MachineError(f"training without {families} failed: {done.stderr.strip()[-300:]}")
+
+
+def _train_elsewhere(table: bytes, hidden: Sequence[str], seed: int) -> Files:
+    """The same as a job: from the table's bytes to the policy's files."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "table.parquet"
+        source.write_bytes(table)
+        _train(source, hidden, seed, Path(folder) / "policy")
+        return read_files(Path(folder) / "policy")
 
 
 def summarise(found: Mapping[str, Sequence[Trace]], seed: int = 0) -> dict[str, Any]:
@@ -308,10 +404,13 @@ def evaluate(
     tolerance: float = 1e-2,
     seeds: int = 3,
     seed: int = 0,
-    policies: Mapping[str, Mapping[str, Path]] | None = None,
+    policies: Mapping[str, Path] | None = None,
     name: str = "",
     say: Say = silent,
     split: str | None = None,
+    workers: int = 1,
+    ray: Any = None,
+    log: Path | None = None,
 ) -> dict[str, Any]:
     """The protocol on one table, leave-one-family-out or by the corpus' splits.
 
@@ -321,13 +420,18 @@ def evaluate(
         tolerance: Limit on the relative L2 error.
         seeds: Search seeds a model.
         seed: First seed, and the bootstrap's.
-        policies: For `ppo` and `bc`: agent -> family -> policy that never saw it.
+        policies: For `ppo`: family -> policy that never saw it.
         name: Name of the table for the result.
         say: Hears progress.
         split: As `folds` takes it.
+        workers: Processes that replay at once.
+        ray: Ray, connected: its cluster replays instead.
+        log: File that keeps traces as they are made; the same evaluation goes on from there.
     """
-    replay = Replay(table, Gate(limit=tolerance))
-    found = traces(replay, agents, range(seed, seed + seeds), policies, say, split)
+    given = Replayed(table, Gate(limit=tolerance), tuple(range(seed, seed + seeds)))
+    replay = given.replay
+    kept = TraceLog(log)
+    found = traces(given, agents, policies, say, split, workers=workers, ray=ray, log=kept)
     judged = {family for fold in folds(table.families, split) for family in fold.judged}
     return {
         "table": name,

@@ -17,7 +17,7 @@ from routepilot.env.errors import InputError, RoutePilotError
 from routepilot.env.outcomes import Measurement, Outcome
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
 from routepilot.env.store import RecordStore
-from routepilot.env.worker import Worker
+from routepilot.env.worker import RouteWorker
 from routepilot.training.defaults import choose_agent
 from routepilot.training.files import write_json
 from routepilot.training.runs import EXPLANATION, Run, read_result, read_run
@@ -174,7 +174,7 @@ def explain(folder: Path, *, say: Say = silent) -> Explanation:
 class _Bench:
     """Builds and times routes, each anew, and counts."""
 
-    def __init__(self, worker: Worker, say: Say) -> None:
+    def __init__(self, worker: RouteWorker, say: Say) -> None:
         self._worker, self._say, self.builds = worker, say, 0
 
     def trial(self, route: Route) -> Outcome:

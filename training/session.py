@@ -12,19 +12,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from routepilot.env.accuracy import Gate, regate
 from routepilot.env.backends import load_backend
-from routepilot.env.backends.base import Backend, NeedsDevice
+from routepilot.env.backends.base import Backend, NeedsDevice, Target
 from routepilot.env.errors import RouteError, TableError
 from routepilot.env.features import model_features
 from routepilot.env.measure import TimingPlan
 from routepilot.env.models import Model
 from routepilot.env.outcomes import Outcome, Status
 from routepilot.env.records import ModelCard, Record
-from routepilot.env.routes import DEFAULT_ROUTE, Route
+from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
 from routepilot.env.store import RecordStore
-from routepilot.env.worker import Worker
+from routepilot.env.worker import RouteWorker, Worker
 
 Say = Callable[[str], None]
 
@@ -59,6 +60,18 @@ class SessionConfig:
     allow: tuple[str, ...] = ()
 
 
+class Place(Protocol):
+    """Where engines are built and timed when that is not this machine (`cluster.py`)."""
+
+    def describe(self) -> tuple[Catalog, Target]:
+        """The catalog and the target of the compiler there."""
+        ...
+
+    def worker(self, model: Model, config: SessionConfig) -> RouteWorker:
+        """A worker for a model there."""
+        ...
+
+
 class Session:
     """Outcomes of routes for one model, each paid for once.
 
@@ -69,6 +82,10 @@ class Session:
         workdir: Folder for transforms and the children's logs.
         family: Architecture family for the model card.
         trained: Whether the weights are trained, for the model card.
+        place: Where engines are built and timed; this machine when None.
+
+    Attributes:
+        backend: The compiler; None when it is elsewhere.
     """
 
     def __init__(
@@ -80,17 +97,21 @@ class Session:
         *,
         family: str = "unknown",
         trained: bool = True,
+        place: Place | None = None,
     ) -> None:
         self.model = model
         self.config = config
-        self.backend: Backend = load_backend(config.backend, config.options)
-        if isinstance(self.backend, NeedsDevice):
-            self.backend.require_device()
-        self.catalog = self.backend.catalog()
-        self.target = self.backend.target()
-        self._store = store
+        self.backend: Backend | None = None
+        if place is not None:
+            self.catalog, self.target = place.describe()
+        else:
+            self.backend = load_backend(config.backend, config.options)
+            if isinstance(self.backend, NeedsDevice):
+                self.backend.require_device()
+            self.catalog, self.target = self.backend.catalog(), self.backend.target()
+        self._store, self._place = store, place
         self._family, self._trained = family, trained
-        self._worker: Worker | None = None
+        self._worker: RouteWorker | None = None
         self._workdir = workdir
         self._known = {**self._overlooked(), **self._on_record(self.target.key)}
         store.add_target(self.target, self.catalog)
@@ -120,9 +141,11 @@ class Session:
         return model_features(self.model)
 
     @property
-    def worker(self) -> Worker:
+    def worker(self) -> RouteWorker:
         """The child process, started at first use."""
-        if self._worker is None:
+        if self._worker is None and self._place is not None:
+            self._worker = self._place.worker(self.model, self.config)
+        elif self._worker is None:
             self._worker = Worker(
                 self.config.backend,
                 self.config.options,

@@ -201,7 +201,7 @@ def weights(place: Path) -> tuple[bytes, Reader]:
     from routepilot.training.defaults import checkpoints_folder, released_policies
 
     source = checkpoints_folder() / f"{released_policies()[0]}.safetensors"
-    card = policy._read_card(source)
+    card = policy.read_card(source)
     sound = source.read_bytes()[:3000]
 
     def read(path: Path) -> object:

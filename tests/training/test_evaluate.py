@@ -7,16 +7,19 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import synthetic
+from job_functions import die_once, fail
 
 from routepilot.agents import make_factory
 from routepilot.agents.policy import LoadedPolicy
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import InputError
+from routepilot.training import evaluate as evaluating
+from routepilot.training import trace_log
 from routepilot.training.cli_learning import later_families
 from routepilot.training.evaluate import (
     BUDGETS,
@@ -28,6 +31,7 @@ from routepilot.training.evaluate import (
     trace,
     train_without_each_family,
 )
+from routepilot.training.jobs import run_jobs
 from routepilot.training.train import TrainConfig, train
 
 
@@ -151,3 +155,47 @@ def test_training_families_are_those_of_the_named_splits() -> None:
     assert later_families(table, "train,validation") == ("gpt",)
     with pytest.raises(InputError, match="split 'tests'"):
         later_families(table, "tests")
+
+
+def test_several_processes_and_a_log_change_no_figure(
+    result: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, log = synthetic.table(), tmp_path / "traces.jsonl"
+    agents = ("random", "knn")
+
+    def run(**kwargs: Any) -> dict[str, Any]:
+        return evaluate(table, agents, seeds=2, name="made", log=log, **kwargs)["agents"]
+
+    wanted = {name: result["agents"][name] for name in agents}
+    assert run(workers=2) == wanted
+    lines = log.read_text().splitlines()
+    jobs = len([line for line in lines if line])
+    assert jobs == len(agents) * len(table.families)
+    # Cut short by a kill: half the parts, and a line that ends in the middle.
+    log.write_text("\n".join(lines[: len(lines) // 2]) + "\n" + lines[-1][:40])
+    made: list[str] = []
+    real = evaluating.trace_fold
+
+    def counted(*args: Any) -> Any:
+        made.append(args[2])
+        return real(*args)
+
+    monkeypatch.setattr(evaluating, "trace_fold", counted)
+    assert run() == wanted
+    assert 0 < len(made) < jobs
+    made.clear()
+    assert run() == wanted and not made
+    # Other code, another limit: nothing of the log serves.
+    monkeypatch.setattr(trace_log, "code_key", lambda: "another")
+    run()
+    assert len(made) == jobs
+
+
+def test_a_lost_process_gives_its_job_to_another(tmp_path: Path) -> None:
+    done = dict(run_jobs(die_once, str(tmp_path), [(i,) for i in range(4)], workers=2))
+    assert done == {i: i * i for i in range(4)}
+    assert (tmp_path / "died").exists()
+    with pytest.raises(ZeroDivisionError):
+        list(run_jobs(fail, None, [(i,) for i in range(3)], workers=2))
+    with pytest.raises(InputError, match="give 1 or more"):
+        list(run_jobs(fail, None, [(1,)], workers=0))

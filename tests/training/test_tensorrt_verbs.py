@@ -83,6 +83,7 @@ def test_tune_on_the_fake_wins_and_says_how_trtexec_builds_it(
     assert "a fake timer" in page
     written = {item.name for item in (out / "deploy").iterdir()}
     assert {"engine.plan", "inputs.npz", "load.py", "model.onnx", "timing.cache"} <= written
+    assert "apply_route.py" in written
     assert (out / "work" / "timing.cache").is_file()  # shared by the trials
     # A stranger's engine is not loaded; this one, in another home, is a stranger's.
     plan = str(out / "deploy" / "engine.plan")
