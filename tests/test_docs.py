@@ -40,13 +40,14 @@ def test_commands_exist_with_their_options(line: str) -> None:
     from routepilot.training import (
         cli,
         cli_corpus,
+        cli_evidence,
         cli_insight,
         cli_learning,
         cli_nvidia,
         cli_records,
     )
 
-    assert all((cli_corpus, cli_insight, cli_learning, cli_nvidia, cli_records))
+    assert all((cli_corpus, cli_evidence, cli_insight, cli_learning, cli_nvidia, cli_records))
     words = shlex.split(line, comments=True)[1:]
     group = typer.main.get_command(cli.app)
     command = group.commands[words[0]]  # type: ignore[attr-defined]

@@ -96,9 +96,9 @@ def evaluate(
         str, typer.Option(help="Agents, separated by commas; all that need no training if absent.")
     ] = "",
     tolerance: Annotated[float, typer.Option(help="Limit on the relative L2 error.")] = 1e-2,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for evaluation.json.")] = Path(
-        "evaluation"
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for figures, tables and policies.")
+    ] = Path("evaluation"),
     split: Annotated[
         str | None,
         typer.Option(
@@ -106,33 +106,61 @@ def evaluate(
             " one family at a time if absent."
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Search seeds a model.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Search seeds a model.")] = 3,
+    training_seeds: Annotated[
+        int, typer.Option(min=1, help="Policies trained for what is held out, for ppo.")
+    ] = 1,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="A policy from elsewhere as ppo, applied unchanged, e.g. one of another table;"
+            " agents that learn from a table learn from the policy's."
+        ),
+    ] = None,
+    subject: Annotated[
+        str | None, typer.Option(help="Agent set against each other one; ppo if it is evaluated.")
+    ] = None,
     workers: Annotated[int, typer.Option(help="Trainings at once, for ppo.")] = 1,
     seed: SeedOpt = 0,
     json: JsonOpt = False,
 ) -> None:
     """Compare agents by replay, one family held out, or the families of a split.
 
-    `ppo` trains one policy for what is held out, which takes a minute or two each; policies found
-    in OUT are not trained again.
+    `ppo` trains --training-seeds policies for what is held out, which takes a minute or two each;
+    policies found in OUT are not trained again. Writes evaluation.json, .md and .html and the
+    figures into OUT; docs/evaluation.md explains them.
 
     Example: routepilot evaluate --table cpu --agents random,best-on-average,two-way-gp,ppo
     """
     from routepilot.env.tables import load_table
     from routepilot.training import console
-    from routepilot.training.defaults import find_table
-    from routepilot.training.evaluate import DEFAULT_AGENTS, train_without_each_family
+    from routepilot.training.defaults import find_policy, find_table
+    from routepilot.training.evaluate import (
+        DEFAULT_AGENTS,
+        find_subject,
+        train_without_each_family,
+    )
     from routepilot.training.evaluate import evaluate as run
-    from routepilot.training.files import ensure_folder, write_json
+    from routepilot.training.evaluation_page import write_evaluation
+    from routepilot.training.files import ensure_folder
 
     names = [name.strip() for name in agents.split(",") if name.strip()] or list(DEFAULT_AGENTS)
     source = load_table(find_table(table))
     say = (lambda _: None) if json else console.say
     folder = ensure_folder(out)
+    given = None if policy is None else find_policy(policy)
+    names = list(dict.fromkeys([*names, *(["ppo"] if given is not None else [])]))
+    subject = find_subject(names, subject)
     policies = None
-    if "ppo" in names:
+    if "ppo" in names and given is None:
         policies = train_without_each_family(
-            source, folder / "policies", workers=workers, seed=seed, say=say, split=split
+            source,
+            folder / "policies",
+            workers=workers,
+            seed=seed,
+            trainings=training_seeds,
+            say=say,
+            split=split,
         )
     result = run(
         source,
@@ -144,8 +172,10 @@ def evaluate(
         seed=seed,
         say=say,
         split=split,
+        policy=given,
+        subject=subject,
     )
-    write_json(folder / "evaluation.json", result)
+    write_evaluation(result, folder, say)
     if json:
         console.print_json(result)
         return
