@@ -60,13 +60,27 @@ Runs = Sequence[Sequence[Trace]]
 Found = Mapping[str, Mapping[str, Runs]]
 
 
-def trace(factory: AgentFactory, replay: Replay, model: ModelReplay, seed: int) -> Trace:
-    """Let an agent tune one recorded model."""
+def trace(
+    factory: AgentFactory,
+    replay: Replay,
+    model: ModelReplay,
+    seed: int,
+    builds: int = max(BUDGETS),
+) -> Trace:
+    """Let an agent tune one recorded model.
+
+    Args:
+        factory: Makes the agent.
+        replay: The table.
+        model: The model, one of the replay's.
+        seed: Seed of the agent.
+        builds: Builds it may spend, at most `max(BUDGETS)`.
+    """
     problem = Problem(
         replay.catalog,
         model.card.features,
         model.routes,
-        max(BUDGETS),
+        builds,
         seed,
         replay.gate.limit,
     )
@@ -74,7 +88,7 @@ def trace(factory: AgentFactory, replay: Replay, model: ModelReplay, seed: int) 
     def evaluate_route(route: Route) -> Outcome:
         return model.default if route.is_default else model.outcome(route)
 
-    outcomes = search(factory(problem), evaluate_route, max(BUDGETS))
+    outcomes = search(factory(problem), evaluate_route, builds)
     return trace_of(outcomes, model.oracle)
 
 
