@@ -25,7 +25,7 @@ def test_python_runs(text: str) -> None:
 
 COMMANDS = [
     line
-    for page in [*PAGES, ROOT / "README.md"]
+    for page in [*PAGES, ROOT / "README.md", ROOT / "docs" / "evaluation.md"]
     for kind, text in BLOCK.findall(page.read_text(encoding="utf-8"))
     if not kind
     for line in text.splitlines()

@@ -113,7 +113,7 @@ def confirm_live(
     was.
 
     Example: routepilot confirm-live silero_vad,ocr_det --split test --policy
-    runs/evidence/policies -o runs/live
+    runs/test/policies -o runs/live
     """
     from routepilot.agents import AGENTS
     from routepilot.env.accuracy import Gate
