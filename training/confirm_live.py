@@ -36,6 +36,9 @@ from routepilot.training.search import Confirmed, Search, confirm_best
 from routepilot.training.session import Say, Session, SessionConfig, silent
 from routepilot.training.traces import BUDGETS, Trace, trace, trace_of
 
+#: Form of a model's result; one of another form is made again, from the same records.
+FORM = 1
+
 #: Hears model, agent, build number and outcome.
 OnOutcome = Callable[[str, str, int, Outcome], None]
 
@@ -177,6 +180,7 @@ class _Live:
             rows[name] = {
                 **_row(live, builds),
                 "seconds": float(live.seconds[-1]),
+                "promising": sum(o.is_feasible and o.log_speedup > 0 for o in outcomes),
                 "confirmed": _answer(confirmed[name]),
                 "replayed": None if replayed is None else _row(replayed, builds),
                 "saw_model": self._saw.get(name, False),
@@ -362,6 +366,7 @@ def _settings(
         sort_keys=True,
     )
     return {
+        "form": FORM,
         "fingerprint": named.model.fingerprint,
         "plan": {**asdict(plan), "agents": list(plan.agents), "policy": policy},
         "backend": config.backend,

@@ -27,9 +27,10 @@ def sum_up(models: Sequence[Mapping[str, Any]], seed: int = 0) -> dict[str, Any]
     Returns:
         Agent -> `live` and `replayed`: by budget the share of the best gain known, live or on
         record, each an estimate over models (`replayed` is empty where no model is on record);
-        `replayed_models`; `confirmed` (geometric mean of the confirmed speed-ups), `slower`
-        (models that ended slower than their default), `refused` (winners that did not hold),
-        `builds` and `seconds` (means).
+        `replayed_models`; `confirmed` (geometric mean of the confirmed speed-ups) and
+        `confirmed_share` (of the best gain known live, what was confirmed; 0 where a winner did not
+        hold); `slower` (models that ended slower than their default), `refused` (models on which a
+        winner did not hold), `builds` and `seconds` (means).
     """
     found = {}
     for agent in models[0]["agents"]:
@@ -41,9 +42,12 @@ def sum_up(models: Sequence[Mapping[str, Any]], seed: int = 0) -> dict[str, Any]
             "replayed": _shares(recorded, "oracle_replayed", seed) if recorded else {},
             "replayed_models": len(recorded),
             "confirmed": float(np.exp(np.mean(np.log(speedups)))),
+            "confirmed_share": float(np.log(speedups).sum())
+            / max(sum(m["oracle"] for m in models), 1e-9),
             "slower": sum(speedup < 1 for speedup in speedups),
-            "refused": sum("did not hold" in row["confirmed"]["note"] for _, row in rows)
-            + sum("does not clear" in row["confirmed"]["note"] for _, row in rows),
+            "refused": sum(
+                bool(row["promising"]) and not row["confirmed"]["route"] for _, row in rows
+            ),
             "builds": float(np.mean([row["builds"] for _, row in rows])),
             "seconds": float(np.mean([row["seconds"] for _, row in rows])),
         }
@@ -82,6 +86,8 @@ def _sum_table(result: Mapping[str, Any]) -> TextTable:
                 f"{row['builds']:.1f}",
                 f"{row['seconds']:.1f}",
                 f"{row['confirmed']:.2f}x",
+                f"{100 * row['confirmed_share']:.0f} %",
+                str(row["refused"]),
                 str(row["slower"]),
             )
         )
@@ -90,7 +96,7 @@ def _sum_table(result: Mapping[str, Any]) -> TextTable:
             if row["replayed_models"] < len(result["models"]):
                 which += f", {row['replayed_models']} models"
             rows.append(
-                (agent, which, *(_estimate(row["replayed"][b]) for b in budgets), *[""] * 4)
+                (agent, which, *(_estimate(row["replayed"][b]) for b in budgets), *[""] * 6)
             )
     return TextTable(
         f"share of the best gain known after so many builds; {len(result['models'])} models,"
@@ -101,8 +107,10 @@ def _sum_table(result: Mapping[str, Any]) -> TextTable:
             *budgets,
             "builds",
             "seconds",
-            "confirmed, geometric mean",
-            "slower than default",
+            "confirmed mean",
+            "confirmed share",
+            "did not hold",
+            "slower",
         ),
         tuple(rows),
     )
@@ -127,7 +135,7 @@ def _model_table(result: Mapping[str, Any]) -> TextTable:
                         for b in budgets
                     ),
                     str(row["builds"]),
-                    _confirmed(row["confirmed"]),
+                    _confirmed(row["confirmed"], row["promising"]),
                 )
             )
     return TextTable(
@@ -173,9 +181,9 @@ def _estimate(found: Mapping[str, float]) -> str:
     return f"{value:.0f} % ({low:.0f} to {high:.0f})"
 
 
-def _confirmed(answer: Mapping[str, Any]) -> str:
+def _confirmed(answer: Mapping[str, Any], promising: int) -> str:
     if not answer["route"]:
-        return "default"
+        return "default" + (", since no winner held" if promising else "")
     return (
         f"{answer['speedup']:.2f}x ({answer['speedup_low']:.2f} to {answer['speedup_high']:.2f})"
         f" {answer['route']}"
