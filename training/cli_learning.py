@@ -120,7 +120,7 @@ def evaluate(
     subject: Annotated[
         str | None, typer.Option(help="Agent set against each other one; ppo if it is evaluated.")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Trainings at once, for ppo.")] = 1,
+    workers: Annotated[int, typer.Option(help="Trainings, and later replays, at once.")] = 1,
     seed: SeedOpt = 0,
     json: JsonOpt = False,
 ) -> None:
@@ -174,6 +174,7 @@ def evaluate(
         split=split,
         policy=given,
         subject=subject,
+        workers=workers,
     )
     write_evaluation(result, folder, say)
     if json:

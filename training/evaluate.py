@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from routepilot.env.tables import save_table
 from routepilot.training.figures import against, curves, of_model, profiles, summarise
 from routepilot.training.files import ensure_folder
 from routepilot.training.folds import Fold, folds
+from routepilot.training.jobs import run_jobs
 from routepilot.training.leakage import find_leakage
 from routepilot.training.manifest import manifest
 from routepilot.training.session import Say, silent
@@ -77,6 +79,7 @@ def traces(
     say: Say = silent,
     split: str | None = None,
     policy: Path | None = None,
+    workers: int = 1,
 ) -> Found:
     """All traces: agent -> model -> one row a policy, in it one a seed.
 
@@ -90,25 +93,57 @@ def traces(
         split: As `folds` takes it.
         policy: A policy from elsewhere, applied as it is: `ppo` is this one, and agents that learn
             from a table learn from the policy's. Only what it looks up forgets the judged family.
+        workers: Processes that replay at once; the traces are the same.
     """
     found: dict[str, dict[str, Runs]] = {name: {} for name in agents}
-    for fold in folds(replay.table.families, split):
-        known = replay.without_families(fold.hidden)
-        if policy is not None and NEEDS_TABLE.intersection(agents):
-            known = _table_of(policy, fold.hidden, replay.gate)
-        say(f"family {', '.join(fold.judged)}")
-        mine = [policy] if policy is not None else (policies or {}).get(fold.judged[0], ())
-        for name in agents:
-            trained = mine if name == "ppo" and mine else [None]
-            factories = [_factory(name, known, one, fold.hidden) for one in trained]
-            for model in replay.only_families(fold.judged):
-                # A seed of its own for each model, or one lucky draw would serve them all.
-                place = replay.models.index(replay.model(model.card.fingerprint))
-                first = FIRST_SEEDS[split] + 1000 * place
-                found[name][model.card.name] = [
-                    [trace(factory, replay, model, first + seed) for seed in seeds]
-                    for factory in factories
-                ]
+    plan = folds(replay.table.families, split)
+    jobs = [
+        _Job(
+            replay,
+            name,
+            fold,
+            tuple(FIRST_SEEDS[split] + seed for seed in seeds),
+            (policy,) if policy else tuple((policies or {}).get(fold.judged[0], ())),
+            policy,
+        )
+        for fold in plan
+        for name in agents
+    ]
+    for job, runs in zip(jobs, run_jobs(_replay, jobs, workers), strict=True):
+        if job.agent == agents[-1]:
+            say(f"replayed {', '.join(job.fold.judged)}")
+        found[job.agent].update(runs)
+    return found
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One agent on the judged models of one fold; small and whole, for a process of its own."""
+
+    replay: Replay
+    agent: str
+    fold: Fold
+    seeds: tuple[int, ...]
+    policies: tuple[Path, ...]
+    elsewhere: Path | None
+
+
+def _replay(job: _Job) -> dict[str, Runs]:
+    """Model -> runs of a job."""
+    replay, hidden = job.replay, job.fold.hidden
+    known = replay.without_families(hidden)
+    if job.elsewhere is not None and job.agent in NEEDS_TABLE:
+        known = _table_of(job.elsewhere, hidden, replay.gate)
+    trained = job.policies if job.agent == "ppo" and job.policies else (None,)
+    factories = [_factory(job.agent, known, path, hidden) for path in trained]
+    found: dict[str, Runs] = {}
+    for model in replay.only_families(job.fold.judged):
+        # Seeds of its own for each model, or one lucky draw would serve them all.
+        place = 1000 * replay.models.index(replay.model(model.card.fingerprint))
+        found[model.card.name] = [
+            [trace(factory, replay, model, place + seed) for seed in job.seeds]
+            for factory in factories
+        ]
     return found
 
 
@@ -230,6 +265,7 @@ def evaluate(
     split: str | None = None,
     policy: Path | None = None,
     subject: str | None = None,
+    workers: int = 1,
 ) -> dict[str, Any]:
     """The protocol on one table, leave-one-family-out or by the corpus' splits.
 
@@ -245,6 +281,7 @@ def evaluate(
         split: As `folds` takes it.
         policy: As `traces` takes it.
         subject: Agent set against each other one; `ppo` if it is there, else the last.
+        workers: As `traces` takes it.
 
     Returns:
         Plain data; `docs/evaluation.md` says what each figure means.
@@ -254,7 +291,8 @@ def evaluate(
     """
     subject = find_subject(agents, subject)
     replay = Replay(table, Gate(limit=tolerance))
-    found = traces(replay, agents, range(seed, seed + seeds), policies, say, split, policy)
+    numbers = range(seed, seed + seeds)
+    found = traces(replay, agents, numbers, policies, say, split, policy, workers)
     judged = {family for fold in folds(table.families, split) for family in fold.judged}
     models = [m for m in replay if m.card.family in judged]
     trained = {m.card.name for m in models if m.card.trained}

@@ -45,7 +45,7 @@ POINTS, CURVE_DRAWS = 32, 500
 
 
 @dataclass(frozen=True)
-class Runboard:
+class TraceArrays:
     """Traces of one agent as arrays.
 
     Attributes:
@@ -61,7 +61,7 @@ class Runboard:
     oracle: Floats
 
     @classmethod
-    def of(cls, found: Mapping[str, Runs]) -> Runboard:
+    def of(cls, found: Mapping[str, Runs]) -> TraceArrays:
         """The arrays of model -> runs."""
         runs = list(found.values())
         gains = np.array([[[t.gains for t in seeds] for seeds in model] for model in runs])
@@ -112,7 +112,7 @@ def summarise(found: Mapping[str, Runs], seed: int = 0) -> dict[str, Any]:
         found: Model -> traces, one row a policy and in it one a search seed.
         seed: Seed of the bootstrap.
     """
-    board = Runboard.of(found)
+    board = TraceArrays.of(found)
     result: dict[str, Any] = {}
     shares = {b: estimate(share, board.after(b), board.oracle, seed=seed) for b in BUDGETS}
     result |= _by_budget("gain_share", shares)
@@ -131,7 +131,7 @@ def summarise(found: Mapping[str, Runs], seed: int = 0) -> dict[str, Any]:
     }
 
 
-def stop_quality(board: Runboard, seed: int = 0) -> dict[str, Any]:
+def stop_quality(board: TraceArrays, seed: int = 0) -> dict[str, Any]:
     """How well an agent knows when to stop.
 
     Returns:
@@ -175,13 +175,13 @@ def against(found: Found, subject: str, seed: int = 0) -> dict[str, Any]:
         `name` and the `difference` to it. The best rival is the one of the largest gain share at
         that budget, and so favoured by chance.
     """
-    ours = Runboard.of(found[subject])
+    ours = TraceArrays.of(found[subject])
     rivals: dict[str, Any] = {}
     shares: dict[str, Floats] = {}
     for name in found:
         if name == subject:
             continue
-        theirs = Runboard.of(found[name])
+        theirs = TraceArrays.of(found[name])
         shares[name] = np.array(
             [share(theirs.after(b)[None], theirs.oracle[None])[0] for b in BUDGETS]
         )
@@ -222,7 +222,7 @@ def curves(found: Found, seed: int = 0) -> dict[str, Any]:
         `builds` and `seconds`, each with `at` (where) and `agents` (name -> `value`, `low`, `high`,
         as long as `at`).
     """
-    boards = {name: Runboard.of(runs) for name, runs in found.items()}
+    boards = {name: TraceArrays.of(runs) for name, runs in found.items()}
     first = min(float(b.seconds[..., 0].min()) for b in boards.values())
     last = max(float(b.seconds[..., -1].max()) for b in boards.values())
     moments = np.geomspace(max(first, 1e-3), max(last, 2e-3), POINTS)
@@ -244,7 +244,7 @@ def profiles(found: Found, seed: int = 0) -> dict[str, Any]:
         `levels`, and `budgets`: budget -> name -> `value`, `low`, `high`, as long as `levels`. On
         models with something to gain; empty without any.
     """
-    boards = {name: Runboard.of(runs) for name, runs in found.items()}
+    boards = {name: TraceArrays.of(runs) for name, runs in found.items()}
     if not any(board.has_gain.any() for board in boards.values()):
         return {"levels": [], "budgets": {}}
     # Rounding must not tell a run that has all of it from the oracle.
@@ -275,7 +275,7 @@ def of_model(found: Found, model: str) -> dict[str, Any]:
     """
     rows = {}
     for name, models in found.items():
-        board = Runboard.of({model: models[model]})
+        board = TraceArrays.of({model: models[model]})
         oracle = float(board.oracle[0, 0, 0])
         rows[name] = {
             "gain_share": {
@@ -288,7 +288,7 @@ def of_model(found: Found, model: str) -> dict[str, Any]:
     return rows
 
 
-def _trainings(board: Runboard) -> dict[str, Any]:
+def _trainings(board: TraceArrays) -> dict[str, Any]:
     """Gain share of each training by budget, and their standard deviation."""
     each = {
         str(b): [float(share(one[None, None], board.oracle[None])[0]) for one in board.after(b)]
@@ -306,7 +306,7 @@ def _by_budget(name: str, found: Mapping[int, Estimate]) -> dict[str, dict[str, 
     }
 
 
-def _difference(ours: Runboard, theirs: Runboard, builds: int, seed: int) -> Estimate:
+def _difference(ours: TraceArrays, theirs: TraceArrays, builds: int, seed: int) -> Estimate:
     """Of two gain shares; models and seeds are drawn together, so the interval is paired."""
 
     def statistic(a: Floats, b: Floats, oracle: Floats) -> Floats:

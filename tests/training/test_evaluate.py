@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ import synthetic
 from routepilot.agents import make_factory
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import InputError
+from routepilot.env.tables import save_table
+from routepilot.training import cli
 from routepilot.training.cli_learning import later_families
 from routepilot.training.evaluate import evaluate
 from routepilot.training.figures import NEVER, against, summarise
@@ -167,6 +171,40 @@ def test_a_table_without_gains_has_figures_too() -> None:
 def test_an_agent_that_is_not_there_cannot_be_the_subject() -> None:
     with pytest.raises(InputError, match="'ppo' is not evaluated"):
         evaluate(synthetic.table(4), ("random",), subject="ppo")
+
+
+def test_processes_change_no_figure(result: dict) -> None:
+    agents = tuple(result["agents"])
+    again = evaluate(synthetic.table(), agents, seeds=2, name="made", workers=2)
+    assert again["agents"] == result["agents"] and again["models"] == result["models"]
+
+
+def test_the_verb_writes_and_refuses_before_it_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_table(synthetic.table(4), tmp_path / "made.parquet")
+    verb = ("evaluate", "--table", str(tmp_path / "made.parquet"), "-o", str(tmp_path / "out"))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["routepilot", *verb, *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        shown = capsys.readouterr()
+        return int(stop.value.code or 0), shown.out, shown.err
+
+    code, out, _ = run("--agents", "random,knn", "--seeds", "1", "--subject", "knn")
+    assert code == 0 and "knn against each rival" in out and "stop quality" in out
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"evaluation.json", "evaluation.md", "evaluation.html"} <= names
+    for words, given in (
+        ("'nobody' does not exist", ("--agents", "ppo,nobody")),
+        ("'ppo' is not evaluated", ("--agents", "random", "--subject", "ppo")),
+        ("no policy 'nothing'", ("--agents", "random", "--policy", "nothing")),
+    ):
+        code, out, error = run(*given)
+        assert (code, out) == (2, "") and words in error
+        assert len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "out" / "policies").exists()  # refused before anything was trained
 
 
 def test_a_split_is_judged_by_who_knows_the_earlier_ones() -> None:
