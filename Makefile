@@ -46,9 +46,16 @@ bench: $(VENV)/.dev
 	$(BIN)/routepilot zoo export -o runs/zoo --names silero_vad,bert,tcn
 	$(BIN)/python -m routepilot.training.aa_study --repeats 100 --models runs/zoo/*
 
+# Every figure of the README: one family at a time on both tables, and across compilers.
 evidence: $(VENV)/.dev
-	$(BIN)/routepilot evaluate --table cpu --out runs/evidence --workers 2 --seeds 2 \
+	$(BIN)/routepilot leakage --table cpu
+	$(BIN)/routepilot leakage --table h200
+	$(BIN)/routepilot evaluate --table cpu --out runs/evidence/cpu --workers 2 --seeds 2 \
 		--agents $(RIVALS),bc,ppo
+	$(BIN)/routepilot evaluate --table h200 --out runs/evidence/h200 --workers 2 --seeds 2 \
+		--agents $(RIVALS),bc,ppo
+	$(BIN)/routepilot evaluate --table h200 --policy cpu --out runs/evidence/across --seeds 2 \
+		--agents random,fast,tpe,gp,ppo
 
 zoo: $(VENV)/.zoo
 	$(BIN)/routepilot zoo check

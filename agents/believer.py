@@ -19,7 +19,7 @@ from routepilot.env.episode import ROW_FEATURES, Episode, Observation, loss_of
 from routepilot.env.forecast import Calibration, Forecast, forecast
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import Route
-from routepilot.env.surrogate import Signal, Surrogate
+from routepilot.env.surrogate import Signal, Surrogate, joint
 
 #: Price of an average build when a policy acts, in log speed-up: half a per cent of speed.
 PRICE = 0.005
@@ -101,9 +101,10 @@ class BelieverAgent(OrderedAgent):
     def _begin(self, routes: list[Route]) -> None:
         """Start the episode over these candidates and go through what was told so far."""
         self._places = {route: place for place, route in enumerate(routes)}
-        belief = self._surrogate.belief(self.problem.features, routes)
+        catalog = self.problem.catalog
+        belief = self._surrogate.belief(self.problem.features, routes, catalog)
         self._episode = Episode(
-            self._surrogate.catalog,
+            joint(self._surrogate.catalog, catalog),
             routes,
             belief,
             self.problem.budget,

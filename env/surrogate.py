@@ -7,14 +7,15 @@ passing the gate is known at any limit.
 The covariance of two (model, route) pairs is a product: how alike the models are, times how alike
 the routes are. Models are alike by a constant they all share, by their features, and by being the
 same (the multi-task kernel of Bonilla et al., NIPS 2007); routes by the knobs in which they
-differ. Nothing in it needs a route or a catalog to be in the table.
+differ. Nothing in it needs a route, a knob or a catalog to be in the table: knobs of another
+compiler join those of the table (`joint`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,7 +28,7 @@ from routepilot.env.backends.recorded import LOST, ModelReplay, Replay, noise_of
 from routepilot.env.outcomes import Outcome
 from routepilot.env.precedents import Precedents, PrecedentTable
 from routepilot.env.records import RouteTable
-from routepilot.env.routes import Catalog, Route
+from routepilot.env.routes import Catalog, Knob, Route
 
 Floats = NDArray[np.float64]
 
@@ -72,19 +73,55 @@ class Kernel:
     weak: float = 0.12
 
 
-def encode(catalog: Catalog, routes: Sequence[Route]) -> NDArray[np.int64]:
-    """Routes as value numbers, shape (routes, knobs); values the catalog lacks share one number."""
-    tables = [{v: i for i, v in enumerate(knob.all_values)} for knob in catalog.knobs]
+def joint(ours: Catalog, other: Catalog) -> Catalog:
+    """A catalog in which routes of both can be told apart; ours when the other adds nothing.
+
+    Knobs of one name are one knob. What a knob adds keeps its marks, so that the likeness of routes
+    over another compiler's knobs is as defined as over our own.
+    """
+    knobs = []
+    for knob in ours.knobs:
+        values = other[knob.name].all_values if knob.name in other else ()
+        new = tuple(value for value in values if value not in knob.all_values)
+        knobs.append(replace(knob, values=(*knob.values, *new)) if new else knob)
+    extra = tuple(knob for knob in other.knobs if knob.name not in ours)
+    if not extra and tuple(knobs) == ours.knobs:
+        return ours
+    return replace(ours, knobs=(*knobs, *extra))
+
+
+def encode(
+    catalog: Catalog, routes: Sequence[Route], home: Catalog | None = None
+) -> NDArray[np.int64]:
+    """Routes as value numbers, shape (routes, knobs); values the catalog lacks share one number.
+
+    Args:
+        catalog: The knobs, one a column.
+        routes: The routes.
+        home: Catalog the routes are of, where it is another: a knob at its default there counts as
+            unchanged, whatever the value.
+    """
+    tables = [_numbers(knob, home) for knob in catalog.knobs]
     rows = []
     for route in routes:
         values = route.values
         rows.append(
             [
-                table.get(values.get(knob.name, knob.default), -1)
-                for knob, table in zip(catalog.knobs, tables, strict=True)
+                table.get(values.get(knob.name, unchanged), -1)
+                for knob, (unchanged, table) in zip(catalog.knobs, tables, strict=True)
             ]
         )
     return np.array(rows, dtype=np.int64).reshape(len(routes), len(catalog.knobs))
+
+
+def _numbers(knob: Knob, home: Catalog | None) -> tuple[str, dict[str, int]]:
+    """The default of a knob in a catalog, and a number for each value; the default's is ours."""
+    table = {value: number for number, value in enumerate(knob.all_values)}
+    if home is None or knob.name not in home or home[knob.name].default == knob.default:
+        return knob.default, table
+    unchanged = home[knob.name].default
+    changed = {**table, knob.default: len(table)}
+    return unchanged, {**changed, unchanged: table[knob.default]}
 
 
 def route_likeness(
@@ -123,8 +160,9 @@ def relevance(features: Floats, models: Sequence[ModelReplay]) -> Floats:
         columns = np.array([place[r] for r in model.routes])
         outcomes[row, columns] = np.clip(model.log_speedup, -CLIP, CLIP)
         outcomes[row, len(routes) + columns] = [0.15 * log_loss(x) for x in model.loss]
-    outcomes = np.where(np.isnan(outcomes), np.nanmean(outcomes, axis=0), outcomes)
-    outcomes = np.nan_to_num(outcomes - outcomes.mean(axis=0))
+    known = ~np.isnan(outcomes)
+    mean = np.where(known, outcomes, 0.0).sum(axis=0) / np.maximum(known.sum(axis=0), 1)
+    outcomes = np.where(known, outcomes - mean, 0.0)
     alike = _centred(outcomes @ outcomes.T)
     weights = np.zeros(count)
     for number in range(count):
@@ -181,7 +219,8 @@ class Belief:
     Attributes:
         speed: Log speed-up over the default route.
         loss: Log10 of the loss.
-        codes: The routes as value numbers (`encode`), shape (routes, knobs).
+        codes: The routes as value numbers (`encode`), shape (routes, knobs of the table's catalog
+            and of theirs, `joint`).
         seconds: Expected seconds of building and measuring.
         precedents: What they did on the training models.
         prior_sd: Standard deviations of the speed before any observation.
@@ -316,19 +355,31 @@ class Surrogate:
         """A surrogate for another catalog: these scales and this kernel, and no records."""
         return blank(catalog, self.gate, self.kernel, self.scales)
 
-    def belief(self, features: Sequence[float] | None, routes: Sequence[Route]) -> Belief:
+    def belief(
+        self,
+        features: Sequence[float] | None,
+        routes: Sequence[Route],
+        catalog: Catalog | None = None,
+    ) -> Belief:
         """The belief about candidate routes of a new model.
+
+        Over another catalog the table's routes leave alone what they do not know. What is believed
+        of a knob that the table lacks is then the mean of all outcomes at first, and what this
+        model's own builds say of it later.
 
         Args:
             features: Its features; None knows only what all models share.
             routes: Candidate routes, of the table or not.
+            catalog: Catalog they are of; the table's when None.
         """
-        codes = encode(self.catalog, routes)
+        scale = joint(self.catalog, catalog or self.catalog)
+        codes = encode(scale, routes, catalog)
+        known = self._codes if scale is self.catalog else self._codes_on(scale)
         alike = self._feature_likeness(features)
         likeness = self.kernel.shared + self.kernel.alike * alike
         own = self.kernel.shared + self.kernel.alike + self.kernel.own
-        prior = own * route_likeness(self.catalog, codes, codes, self.kernel)
-        cross = route_likeness(self.catalog, self._codes, codes, self.kernel)
+        prior = own * route_likeness(scale, codes, codes, self.kernel)
+        cross = route_likeness(scale, known, codes, self.kernel)
         speed = self._speed.posterior(likeness, cross, prior)
         loss = self._loss.posterior(likeness, cross, prior)
         seconds = self._seconds
@@ -348,6 +399,10 @@ class Surrogate:
             found = self.belief(model.card.features, model.routes)
             self._priors[model.card.fingerprint] = found
         return found
+
+    def _codes_on(self, scale: Catalog) -> NDArray[np.int64]:
+        """The table's routes as value numbers of a catalog that adds to its own."""
+        return encode(scale, list(self._precedents.places), self.catalog)
 
     @cached_property
     def _seconds(self) -> dict[Route, float]:

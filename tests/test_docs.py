@@ -25,7 +25,12 @@ def test_python_runs(text: str) -> None:
 
 COMMANDS = [
     line
-    for page in [*PAGES, ROOT / "README.md", ROOT / "docs" / "training.md"]
+    for page in [
+        *PAGES,
+        ROOT / "README.md",
+        ROOT / "docs" / "training.md",
+        ROOT / "docs" / "evaluation.md",
+    ]
     for kind, text in BLOCK.findall(page.read_text(encoding="utf-8"))
     if not kind
     for line in text.splitlines()
@@ -40,6 +45,7 @@ def test_commands_exist_with_their_options(line: str) -> None:
     from routepilot.training import (
         cli,
         cli_corpus,
+        cli_evidence,
         cli_insight,
         cli_learning,
         cli_nvidia,
@@ -47,7 +53,8 @@ def test_commands_exist_with_their_options(line: str) -> None:
         cli_records,
     )
 
-    assert all((cli_corpus, cli_insight, cli_learning, cli_nvidia, cli_policy, cli_records))
+    assert all((cli_corpus, cli_evidence, cli_insight, cli_learning, cli_nvidia, cli_policy))
+    assert cli_records
     words = shlex.split(line, comments=True)[1:]
     group = typer.main.get_command(cli.app)
     command = group.commands[words.pop(0)]  # type: ignore[attr-defined]

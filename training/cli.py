@@ -472,6 +472,7 @@ def main() -> None:
     """Entry point: run a verb, turn our errors into one line and an exit code."""
     from routepilot.training import (  # noqa: F401  (they add verbs)
         cli_corpus,
+        cli_evidence,
         cli_insight,
         cli_learning,
         cli_nvidia,

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from routepilot.training.cli import JsonOpt, SeedOpt, app
+from routepilot.training.cli import JsonOpt, RayOpt, SeedOpt, app
 from routepilot.training.effort import Effort, preset
 
 
@@ -145,9 +145,9 @@ def evaluate(
         str, typer.Option(help="Agents, separated by commas; all that need no training if absent.")
     ] = "",
     tolerance: Annotated[float, typer.Option(help="Limit on the relative L2 error.")] = 1e-2,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for evaluation.json.")] = Path(
-        "evaluation"
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for figures, tables and policies.")
+    ] = Path("evaluation"),
     split: Annotated[
         str | None,
         typer.Option(
@@ -155,15 +155,35 @@ def evaluate(
             " one family at a time if absent."
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Search seeds a model.")] = 3,
-    workers: Annotated[int, typer.Option(help="Trainings at once, for ppo and bc.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Search seeds a model.")] = 3,
+    training_seeds: Annotated[
+        int, typer.Option(min=1, help="Policies trained for what is held out, for ppo and bc.")
+    ] = 1,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="A policy from elsewhere as ppo, applied unchanged, e.g. one of another table;"
+            " agents that learn from a table learn from the policy's."
+        ),
+    ] = None,
+    subject: Annotated[
+        str | None, typer.Option(help="Agent set against each other one; ppo if it is evaluated.")
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Trainings and replays at once: 1 here; all a cluster's cores."),
+    ] = None,
+    ray: RayOpt = None,
     seed: SeedOpt = 0,
     json: JsonOpt = False,
 ) -> None:
     """Compare agents by replay, one family held out, or the families of a split.
 
-    `ppo` and `bc` (imitation alone) train one policy for what is held out, which takes a minute or
-    two each; policies found in OUT are not trained again. `oracle` knows each model's best route.
+    `ppo` and `bc` (imitation alone) train --training-seeds policies for what is held out, which
+    takes a minute or two each; policies found in OUT are not trained again, nor is replayed what an
+    interrupted run left there. With --ray a cluster trains and replays, a core each. `oracle` knows
+    each model's best route. Writes evaluation.json, .md and .html and the figures into OUT;
+    docs/evaluation.md explains them.
 
     Example: routepilot evaluate --table cpu --agents random,best-on-average,two-way-gp,ppo
     """
@@ -171,44 +191,59 @@ def evaluate(
     from routepilot.env.tables import load_table
     from routepilot.training import console
     from routepilot.training.cluster import connected
-    from routepilot.training.defaults import find_table
+    from routepilot.training.defaults import find_policy, find_table
     from routepilot.training.evaluate import (
         DEFAULT_AGENTS,
         POLICY_FOLDERS,
+        find_subject,
         train_without_each_family,
     )
     from routepilot.training.evaluate import evaluate as run
-    from routepilot.training.files import ensure_folder, write_json
+    from routepilot.training.evaluation_page import write_evaluation
+    from routepilot.training.files import ensure_folder
 
     wanted = names(agents) or list(DEFAULT_AGENTS)
+    if workers is not None and workers < 1:
+        raise InputError(f"{workers} workers are not allowed; give 1 or more")
     source = load_table(find_table(table))
     say = (lambda _: None) if json else console.say
+    given = None if policy is None else find_policy(policy)
+    wanted = list(dict.fromkeys([*wanted, *(["ppo"] if given is not None else [])]))
+    subject = find_subject(wanted, subject)
     folder = ensure_folder(out)
-    policies = {
-        name: train_without_each_family(
+    with nullcontext() if ray is None else connected(ray, workers) as there:
+        policies = {
+            agent: train_without_each_family(
+                source,
+                folder / home,
+                workers=workers or 1,
+                seed=seed,
+                trainings=training_seeds,
+                say=say,
+                split=split,
+                imitate=agent == "bc",
+                ray=there,
+            )
+            for agent, home in POLICY_FOLDERS.items()
+            if agent in wanted and not (agent == "ppo" and given is not None)
+        }
+        result = run(
             source,
-            folder / POLICY_FOLDERS[name],
-            workers=workers,
+            wanted,
+            policies=policies,
+            name=table,
+            tolerance=tolerance,
+            seeds=seeds,
             seed=seed,
             say=say,
             split=split,
-            imitate=name == "bc",
+            policy=given,
+            subject=subject,
+            workers=workers or 1,
+            ray=there,
+            log=folder / "traces.jsonl",
         )
-        for name in POLICY_FOLDERS
-        if name in wanted
-    }
-    result = run(
-        source,
-        wanted,
-        policies=policies,
-        name=table,
-        tolerance=tolerance,
-        seeds=seeds,
-        seed=seed,
-        say=say,
-        split=split,
-    )
-    write_json(folder / "evaluation.json", result)
+    write_evaluation(result, folder, say)
     if json:
         console.print_json(result)
         return

@@ -166,24 +166,19 @@ def print_forecast(foreseen: Mapping[str, Any]) -> None:
 
 
 def print_evaluation(result: Mapping[str, Any]) -> None:
-    """The protocol's table: share of the oracle's gain by builds, with intervals."""
-    budgets = list(next(iter(result["agents"].values()))["gain_share"])
-    rows = []
-    for name, row in result["agents"].items():
-        cells = [
-            f"{100 * row['gain_share'][b]:.0f} % ({100 * row['gain_share_low'][b]:.0f} to"
-            f" {100 * row['gain_share_high'][b]:.0f})"
-            for b in budgets
-        ]
-        rows.append((name, *cells, f"{row['builds_to_95']:.1f}", f"{row['stop_builds']:.1f}"))
-    print_table(
-        f"share of the best recorded gain after so many builds; {len(result['models'])} models,"
-        f" {result['split']}, error limit {result['tolerance']:g}",
-        ("agent", *budgets, "builds to 95 %", "stops after"),
-        rows,
-    )
-    error = result["forecast"]["calibration_error"]
-    out.print(f"chances given before any build: expected calibration error {error:.3f}")
+    """The headlines of the protocol: gain shares, the subject against each rival, stops."""
+    from routepilot.training.evaluation_tables import headline_tables
+
+    for table in headline_tables(result):
+        print_table(table.title, table.columns, table.rows)
+    if result["forecast"] is not None:
+        error = result["forecast"]["calibration_error"]
+        out.print(f"chances given before any build: expected calibration error {error:.3f}")
+    if result.get("policy"):
+        seen = ", ".join(result["policy"]["trained_on"]) or "none of these models"
+        out.print(f"the policy {result['policy']['name']} was trained on: {seen}", markup=False)
+    for judged, known in result["leakage"]["duplicates"]:
+        out.print(f"near-duplicates across the split: {judged} and {known}", markup=False)
 
 
 def print_description(facts: Mapping[str, Any]) -> None:

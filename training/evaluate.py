@@ -1,151 +1,99 @@
 """`evaluate`: the protocol. Every agent on every recorded model, its family unseen, equal builds.
 
-Families are left out one at a time, or as the corpus' splits say (`folds`).
-
-Owns the replayed comparison and its statistics: share of the oracle's gain against builds, builds
-to 95 % of it, intervals bootstrapped over models and seeds. Measures nothing live.
+Owns the trainings and the replayed comparison. Who is judged by whom is in `folds.py`, what is
+asked of the traces in `figures.py`. Measures nothing live.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from routepilot.agents import NEEDS_TABLE, make_factory
-from routepilot.agents.base import AgentFactory, Problem, search
-from routepilot.agents.policy import file_hash, load_policy
+from routepilot.agents import AGENTS, NEEDS_TABLE, make_factory
+from routepilot.agents.base import AgentFactory
+from routepilot.agents.oracle import oracle
+from routepilot.agents.policy import file_hash, find_card_tables, load_policy, read_card
 from routepilot.env.accuracy import Gate
-from routepilot.env.backends.recorded import ModelReplay, Replay
+from routepilot.env.backends.recorded import Replay
 from routepilot.env.drafts import draft_folder
 from routepilot.env.errors import InputError, MachineError
 from routepilot.env.forecast import calibration_error, held_out_reliability
-from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
-from routepilot.env.routes import Route
 from routepilot.env.surrogate import leave_family_out
 from routepilot.env.tables import save_table
-from routepilot.env.zoo_entries import splits
 from routepilot.training.cluster_slot import Files, read_files, write_files
+from routepilot.training.figures import against, curves, of_model, profiles, summarise
 from routepilot.training.files import ensure_folder
+from routepilot.training.folds import Fold, folds
 from routepilot.training.jobs import run_jobs
+from routepilot.training.leakage import find_leakage
 from routepilot.training.manifest import manifest
 from routepilot.training.session import Say, silent
 from routepilot.training.trace_log import TraceLog, Traces, job_key, table_key
-
-Floats = NDArray[np.float64]
-
-#: Builds at which agents are compared.
-BUDGETS = (1, 2, 4, 8, 16)
+from routepilot.training.traces import Found, Trace, trace
 
 #: Agents evaluated when none are named; `ppo` is added when policies are given.
 DEFAULT_AGENTS = (
+    "oracle",
     "fast",
     "mixed",
+    "recentred",
     "random",
     "tpe",
     "gp",
+    "forest-scratch",
     "best-on-average",
     "knn",
     "coreset",
+    "grace",
+    "forest",
+    "transfer-gp",
     "two-way-gp",
+    "thompson",
+    "greedy",
 )
 
-#: Bootstrap draws behind an interval.
-DRAWS = 2000
+#: Where each agent that is a policy keeps those trained for an evaluation.
+POLICY_FOLDERS = {"ppo": "policies", "bc": "policies-bc"}
+
+#: Agent -> family -> policies that never saw it.
+Policies = Mapping[str, Mapping[str, Sequence[Path]]]
+
+#: First search seed by split, far from each other and from the seeds of trainings (0 and up), so
+#: that no draw of training or validation is met again in a test.
+FIRST_SEEDS = {None: 3_000_000_000, "validation": 1_000_000_000, "test": 2_000_000_000}
 
 
-@dataclass(frozen=True)
-class Fold:
-    """Families that are judged together, and all those that agents must not know meanwhile."""
-
-    judged: tuple[str, ...]
-    hidden: tuple[str, ...]
-
-
-def folds(families: Sequence[str], split: str | None = None) -> list[Fold]:
-    """Who is judged while who is hidden.
+def find_subject(agents: Sequence[str], subject: str | None = None) -> str:
+    """The agent that is set against each other one; to be asked before anything is trained.
 
     Args:
-        families: Families of the table.
-        split: None leaves one family out at a time. `validation` judges the corpus' validation
-            families by agents that know the training families alone; `test` judges the test
-            families by agents that know the others.
+        agents: Agent names.
+        subject: The one asked for; None for `ppo` if it is there, else the last.
 
     Raises:
-        InputError: Another split, or the table has no family of it or none to learn from.
+        InputError: An unknown agent, or a subject that is not among them.
     """
-    if split is None:
-        return [Fold((family,), (family,)) for family in families]
-    if split not in ("validation", "test"):
-        raise InputError(f"split {split!r} is not judged; choose validation or test")
-    judged = tuple(f for f in families if splits().get(f) == split)
-    later = ("validation", "test") if split == "validation" else ("test",)
-    hidden = tuple(f for f in families if splits().get(f) in later)
-    if not judged or len(hidden) == len(families):
-        raise InputError(
-            f"the table has {len(judged)} families of the split {split!r} and"
-            f" {len(families) - len(hidden)} to learn from; collect models of both"
-        )
-    return [Fold(judged, hidden)]
-
-
-@dataclass(frozen=True)
-class Trace:
-    """One agent on one model with one seed.
-
-    Attributes:
-        gains: Best gain after each build, shape (max(BUDGETS),); a stop repeats the last.
-        builds: Builds used before it stopped.
-        oracle: Best recorded gain of the model.
-    """
-
-    gains: Floats
-    builds: int
-    oracle: float
-
-    @property
-    def builds_to_95(self) -> float:
-        """Builds to 95 % of the oracle's gain; infinity when it never got there."""
-        reached = np.flatnonzero(self.gains >= 0.95 * self.oracle)
-        if self.oracle <= 0:
-            return 0.0
-        return float(reached[0] + 1) if len(reached) else math.inf
-
-
-def trace(factory: AgentFactory, replay: Replay, model: ModelReplay, seed: int) -> Trace:
-    """Let an agent tune one recorded model."""
-    problem = Problem(
-        replay.catalog,
-        model.card.features,
-        model.routes,
-        max(BUDGETS),
-        seed,
-        replay.gate.limit,
-    )
-
-    def evaluate_route(route: Route) -> Outcome:
-        return model.default if route.is_default else model.outcome(route)
-
-    outcomes = search(factory(problem), evaluate_route, max(BUDGETS))
-    gains = np.zeros(max(BUDGETS))
-    best = 0.0
-    for build in range(max(BUDGETS)):
-        if build < len(outcomes):
-            best = max(best, outcomes[build].gain)
-        gains[build] = best
-    return Trace(gains, len(outcomes), model.oracle)
+    for name in agents:
+        if name not in AGENTS:
+            raise InputError(f"agent {name!r} does not exist; there is: {', '.join(AGENTS)}")
+    subject = subject or ("ppo" if "ppo" in agents else agents[-1])
+    if subject not in agents:
+        raise InputError(f"agent {subject!r} is not evaluated; name it among the agents too")
+    return subject
 
 
 @dataclass(frozen=True)
@@ -172,46 +120,56 @@ class Replayed:
         return {name: self.__dict__[name] for name in ("table", "gate", "seeds")}
 
 
+#: A policy on its way into a job: its weights file here, or its files for a job elsewhere.
+Sent = Path | Files
+
+
 def traces(
     given: Replayed,
     agents: Sequence[str],
-    policies: Mapping[str, Path] | None = None,
+    policies: Policies | None = None,
     say: Say = silent,
     split: str | None = None,
+    policy: Path | None = None,
     *,
     workers: int = 1,
     ray: Any = None,
     log: TraceLog | None = None,
-) -> dict[str, dict[str, list[Trace]]]:
-    """All traces: agent -> model -> one a seed.
+) -> Found:
+    """All traces: agent -> model -> one row a policy, in it one a seed.
 
     Args:
         given: The table, the gate, the seeds.
         agents: Agent names.
-        policies: For `ppo`: family -> policy that never saw it.
-        say: Hears one line a fold.
+        policies: For `ppo` and `bc`: agent -> family -> policies that never saw it, which differ in
+            their training seed.
+        say: Hears one line a part.
         split: As `folds` takes it.
+        policy: A policy from elsewhere, applied as it is: `ppo` is this one, and agents that learn
+            from a table learn from the policy's. Only what it looks up forgets the judged family.
         workers: As `run_jobs` takes it.
         ray: As `run_jobs` takes it.
         log: Where traces are kept; those that it has are not made again.
     """
     log = log or TraceLog(None)
-    of_table = table_key(given.table)
-    jobs = list[tuple[Fold, str, Path | str | None, Files | None]]()
-    keys, found = list[str](), dict[tuple[str, tuple[str, ...]], Traces]()
-    for fold in folds(given.table.families, split):
+    of_table, plan = table_key(given.table), folds(given.table.families, split)
+    keys, jobs = list[str](), list[tuple[Fold, str, tuple[Sent, ...], Sent | None]]()
+    found = dict[tuple[str, tuple[str, ...]], Traces]()
+    send = (lambda path: path) if ray is None else _files_of
+    for fold in plan:
         for name in agents:
-            policy = (policies or {}).get(fold.judged[0]) if name == "ppo" else None
-            weights = "" if policy is None else file_hash(policy)
+            trained = tuple((policies or {}).get(name, {}).get(fold.judged[0], ()))
+            if policy is not None and name == "ppo":
+                trained = (policy,)
+            elsewhere = policy if name in NEEDS_TABLE else None
+            weights = [file_hash(path) for path in (*trained, elsewhere) if path is not None]
             key = job_key(of_table, given.gate, given.seeds, fold, name, weights)
             known = log.get(key)
             if known is not None:
                 found[name, fold.judged] = known
                 continue
-            if policy is not None and ray is not None:
-                jobs.append((fold, name, policy.name, read_files(policy.parent)))
-            else:
-                jobs.append((fold, name, policy, None))
+            sent = None if elsewhere is None else send(elsewhere)
+            jobs.append((fold, name, tuple(send(path) for path in trained), sent))
             keys.append(key)
     if found:
         say(f"{len(found)} of {len(found) + len(jobs)} parts were made before")
@@ -219,53 +177,84 @@ def traces(
         fold, name, *_ = jobs[place]
         log.add(keys[place], made)
         found[name, fold.judged] = made
-        say(f"family {', '.join(fold.judged)}: {name}")
+        say(f"{name} replayed {', '.join(fold.judged)}")
     return {
         name: {
-            model: [Trace(np.array(t["gains"]), t["builds"], t["oracle"]) for t in rows]
-            for fold in folds(given.table.families, split)
-            for model, rows in found[name, fold.judged].items()
+            model: [[Trace.from_json(data) for data in row] for row in runs]
+            for fold in plan
+            for model, runs in found[name, fold.judged].items()
         }
         for name in agents
     }
 
 
 def trace_fold(
-    given: Replayed, fold: Fold, name: str, policy: Path | str | None, files: Files | None
-) -> dict[str, list[dict[str, Any]]]:
+    given: Replayed, fold: Fold, name: str, policies: Sequence[Sent], elsewhere: Sent | None
+) -> dict[str, list[list[dict[str, Any]]]]:
     """One job: an agent on every model that a fold judges.
 
     Args:
         given: What all jobs share.
         fold: Who is judged, who is hidden.
         name: Agent name.
-        policy: For `ppo`: its weights file, here or among `files`.
-        files: For a job elsewhere: the policy's folder.
+        policies: For an agent that is a policy: those to apply.
+        elsewhere: For an agent that learns from a table: the policy whose table it is.
 
     Returns:
-        Model -> traces as plain data, one a seed.
+        Model -> runs as plain data.
     """
     replay = given.replay
-    with tempfile.TemporaryDirectory() as folder:
-        if files is not None:
-            write_files(Path(folder), files)
-            policy = Path(folder) / str(policy)
-        factory = _factory(name, replay.without_families(fold.hidden), policy)
-        found: dict[str, list[dict[str, Any]]] = {}
-        for model in replay.only_families(fold.judged):
-            # A seed of its own for each model, or one lucky draw would serve them all.
-            place = replay.models.index(replay.model(model.card.fingerprint))
-            rows = [trace(factory, replay, model, 1000 * place + seed) for seed in given.seeds]
-            found[model.card.name] = [
-                {"gains": t.gains.tolist(), "builds": t.builds, "oracle": t.oracle} for t in rows
+    known = replay.without_families(fold.hidden)
+    with ExitStack() as stack:
+        if elsewhere is not None:
+            known = _table_of(stack.enter_context(_at_hand(elsewhere)), fold.hidden, given.gate)
+        paths = [stack.enter_context(_at_hand(policy)) for policy in policies]
+        factories = [_factory(name, known, path, fold.hidden) for path in paths or (None,)]
+    found: dict[str, list[list[dict[str, Any]]]] = {}
+    for model in replay.only_families(fold.judged):
+        # Seeds of its own for each model, or one lucky draw would serve them all.
+        place = 1000 * replay.models.index(replay.model(model.card.fingerprint))
+        found[model.card.name] = [
+            [
+                trace(factory or oracle(model), replay, model, place + seed).as_json()
+                for seed in given.seeds
             ]
+            for factory in factories
+        ]
     return found
 
 
-def _factory(name: str, known: Replay, policy: Path | str | None) -> AgentFactory:
-    if name == "ppo" and policy is not None:
-        return make_factory(name, policy=load_policy(Path(policy)))
+def _files_of(policy: Path) -> Files:
+    """A policy's weights, card and tables, for a job elsewhere."""
+    paths = (policy, policy.with_suffix(".json"), *find_card_tables(policy, read_card(policy)))
+    return {path.name: np.fromfile(path, np.uint8) for path in paths}
+
+
+@contextmanager
+def _at_hand(policy: Sent) -> Iterator[Path]:
+    """A policy's weights file, for as long as it takes to load it."""
+    if isinstance(policy, Path):
+        yield policy
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(Path(folder), policy)
+        yield next(Path(folder).glob("*.safetensors"))
+
+
+def _factory(
+    name: str, known: Replay, policy: Path | None, hidden: tuple[str, ...]
+) -> AgentFactory | None:
+    """What makes an agent; None for the oracle, which is made for each model."""
+    if name == "oracle":
+        return None
+    if policy is not None:
+        return make_factory(name, policy=load_policy(policy, without=hidden))
     return make_factory(name, replay=known if name in NEEDS_TABLE else None)
+
+
+def _table_of(policy: Path, hidden: tuple[str, ...], gate: Gate) -> Replay:
+    """What a policy learned from, without some families."""
+    return Replay(load_policy(policy, without=hidden).replay.table, gate)
 
 
 def train_without_each_family(
@@ -274,127 +263,118 @@ def train_without_each_family(
     *,
     workers: int = 1,
     seed: int = 0,
+    trainings: int = 1,
     say: Say = silent,
     split: str | None = None,
+    imitate: bool = False,
     ray: Any = None,
-) -> dict[str, Path]:
-    """One policy a fold, blind to what is hidden in it, each trained by a process of its own.
+) -> dict[str, tuple[Path, ...]]:
+    """Policies for each fold, blind to what is hidden in it, each trained by its own process.
 
-    Policies found in `folder` are taken as they are, so a run that was killed goes on.
+    Policies found in `folder` are taken as they are, so a run that was killed goes on, and a
+    further training seed costs that training alone.
 
     Args:
         table: Route table.
-        folder: Folder for the policies, one folder a family.
+        folder: Folder for the policies, one folder a family and training seed.
         workers: Processes at once.
-        seed: Training seed.
+        seed: First training seed.
+        trainings: Policies a fold, of consecutive training seeds.
         say: Hears one line a policy.
         split: As `folds` takes it.
+        imitate: Leave out PPO: policies for `bc`.
         ray: Ray, connected: its cluster trains, a core a policy.
 
     Returns:
-        Family -> policy that judges it.
+        Family -> policies that judge it, in the order of their seeds.
+
+    Raises:
+        InputError: A policy found there was trained otherwise.
+        MachineError: A training failed.
     """
     plan = folds(table.families, split)
     place = ensure_folder(folder) / "table.parquet"
     save_table(table, place)
 
-    def home(fold: Fold) -> Path:
-        return folder / (f"for-{split}" if split else fold.judged[0])
+    def home(fold: Fold, number: int) -> Path:
+        name = f"for-{split}" if split else fold.judged[0]
+        return folder / (f"{name}-seed{number}" if number else name)
 
-    waiting = [fold for fold in plan if not (home(fold) / "policy.safetensors").is_file()]
-    if ray is not None:
-        jobs = [(fold.hidden, seed) for fold in waiting]
+    def done(fold: Fold, number: int) -> None:
+        say(f"trained without {','.join(fold.hidden)}, seed {number}")
+
+    def run(job: tuple[Fold, int]) -> None:
+        fold, number = job
+        _train(place, fold.hidden, number, home(fold, number), imitate)
+        done(fold, number)
+
+    numbers = range(seed, seed + trainings)
+    waiting = [(fold, number) for number in numbers for fold in plan]
+    waiting = [job for job in waiting if not _is_trained(home(*job), *job)]
+    if ray is None:
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(run, waiting))
+    else:
+        jobs = [(fold.hidden, number, imitate) for fold, number in waiting]
         for index, files in run_jobs(_train_elsewhere, place.read_bytes(), jobs, ray=ray):
             with draft_folder(folder) as draft:
                 write_files(draft, files)
-                shutil.rmtree(home(waiting[index]), ignore_errors=True)
-                draft.rename(home(waiting[index]))
-            say(f"trained without {','.join(waiting[index].hidden)}")
-        waiting = []
-
-    def run(fold: Fold) -> None:
-        _train(place, fold.hidden, seed, home(fold))
-        say(f"trained without {','.join(fold.hidden)}")
-
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(run, waiting))
-    return {f: home(fold) / "policy.safetensors" for fold in plan for f in fold.judged}
+                shutil.rmtree(home(*waiting[index]), ignore_errors=True)
+                draft.rename(home(*waiting[index]))
+            done(*waiting[index])
+    return {
+        family: tuple(home(fold, number) / "policy.safetensors" for number in numbers)
+        for fold in plan
+        for family in fold.judged
+    }
 
 
-def _train(table: Path, hidden: Sequence[str], seed: int, out: Path) -> None:
+def _train(table: Path, hidden: Sequence[str], seed: int, out: Path, imitate: bool) -> None:
     """Train a policy blind to some families, in a process of its own."""
     families = ",".join(hidden)
     command = [sys.executable, "-m", "routepilot", "train", "--table", str(table), "--json"]
     command += ["--hold-out", families, "--seed", str(seed), "-o", str(out)]
+    command += ["--steps", "0"] if imitate else []
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise MachineError(f"training without {families} failed: {done.stderr.strip()[-300:]}")
 
 
-def _train_elsewhere(table: bytes, hidden: Sequence[str], seed: int) -> Files:
+def _train_elsewhere(table: bytes, hidden: Sequence[str], seed: int, imitate: bool) -> Files:
     """The same as a job: from the table's bytes to the policy's files."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "table.parquet"
         source.write_bytes(table)
-        _train(source, hidden, seed, Path(folder) / "policy")
+        _train(source, hidden, seed, Path(folder) / "policy", imitate)
         return read_files(Path(folder) / "policy")
 
 
-def summarise(found: Mapping[str, Sequence[Trace]], seed: int = 0) -> dict[str, Any]:
-    """Figures of one agent with 95 % intervals, bootstrapped over models, then over seeds.
+def _is_trained(home: Path, fold: Fold, seed: int) -> bool:
+    """Whether a fold's policy is there.
 
-    Args:
-        found: Model -> traces.
-        seed: Seed of the bootstrap.
+    Raises:
+        InputError: A policy is there that was trained on other families or with another seed.
     """
-    models = list(found.values())
-    rng = np.random.default_rng(seed)
-    shares: dict[str, float] = {}
-    low: dict[str, float] = {}
-    high: dict[str, float] = {}
-    for budget in BUDGETS:
-        gains = np.array([[t.gains[budget - 1] for t in m] for m in models])
-        oracle = np.array([m[0].oracle for m in models])
-        drawn = _bootstrap(gains, oracle, rng)
-        shares[str(budget)] = float(gains.mean(axis=1).sum() / max(oracle.sum(), 1e-9))
-        low[str(budget)], high[str(budget)] = (float(q) for q in np.quantile(drawn, (0.025, 0.975)))
-    late = max(BUDGETS) + 1
-    to_95 = np.array([min(t.builds_to_95, late) for m in models for t in m], dtype=np.float64)
-    return {
-        "gain_share": shares,
-        "gain_share_low": low,
-        "gain_share_high": high,
-        "builds_to_95": float(to_95.mean()),
-        "builds_to_95_low": float(np.quantile(_means(to_95, rng), 0.025)),
-        "builds_to_95_high": float(np.quantile(_means(to_95, rng), 0.975)),
-        "reached_95": float((to_95 <= max(BUDGETS)).mean()),
-        "regressions": sum(bool((t.gains < 0).any()) for m in models for t in m),
-        "stop_builds": float(np.mean([t.builds for m in models for t in m])),
-    }
+    if not (home / "policy.safetensors").is_file():
+        return False
+    try:
+        card = json.loads((home / "policy.json").read_text(encoding="utf-8"))
+        found = (set(card["held_out"]), card["seed"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    if found != (set(fold.hidden), seed):
+        raise InputError(
+            f"the policy in {str(home)!r} was trained with seed {found[1]} without"
+            f" {', '.join(sorted(found[0])) or 'no family'}, not with seed {seed} without"
+            f" {', '.join(fold.hidden)}; name another folder with -o"
+        )
+    return True
 
 
 def _forecast_quality(replay: Replay) -> dict[str, Any]:
     """How well chances given before any build hold, each family unseen."""
     diagram = held_out_reliability(replay, leave_family_out(replay))
     return {"calibration_error": calibration_error(diagram), "reliability": diagram}
-
-
-def _bootstrap(gains: Floats, oracle: Floats, rng: np.random.Generator) -> Floats:
-    """Shares of redrawn models and seeds."""
-    models, seeds = len(gains), len(gains[0])
-    drawn = np.zeros(DRAWS)
-    for i in range(DRAWS):
-        rows = rng.integers(models, size=(models, 1))
-        columns = rng.integers(seeds, size=(models, seeds))
-        picked = gains[rows, columns].mean(axis=1)
-        drawn[i] = picked.sum() / max(float(oracle[rows].sum()), 1e-9)
-    return drawn
-
-
-def _means(values: Floats, rng: np.random.Generator) -> Floats:
-    places = rng.integers(len(values), size=(DRAWS, len(values)))
-    picked: Floats = np.take(values, places).mean(axis=1)
-    return picked
 
 
 def evaluate(
@@ -404,10 +384,12 @@ def evaluate(
     tolerance: float = 1e-2,
     seeds: int = 3,
     seed: int = 0,
-    policies: Mapping[str, Path] | None = None,
+    policies: Policies | None = None,
     name: str = "",
     say: Say = silent,
     split: str | None = None,
+    policy: Path | None = None,
+    subject: str | None = None,
     workers: int = 1,
     ray: Any = None,
     log: Path | None = None,
@@ -419,42 +401,82 @@ def evaluate(
         agents: Agent names.
         tolerance: Limit on the relative L2 error.
         seeds: Search seeds a model.
-        seed: First seed, and the bootstrap's.
-        policies: For `ppo`: family -> policy that never saw it.
+        seed: First search seed, and the bootstrap's.
+        policies: As `traces` takes it.
         name: Name of the table for the result.
         say: Hears progress.
         split: As `folds` takes it.
-        workers: Processes that replay at once.
-        ray: Ray, connected: its cluster replays instead.
-        log: File that keeps traces as they are made; the same evaluation goes on from there.
+        policy: As `traces` takes it.
+        subject: Agent set against each other one; `ppo` if it is there, else the last.
+        workers: As `traces` takes it.
+        ray: As `traces` takes it.
+        log: File that keeps what is replayed, so that a killed evaluation goes on.
+
+    Returns:
+        Plain data; `docs/evaluation.md` says what each figure means.
+
+    Raises:
+        InputError: As `find_subject` and `folds`.
     """
-    given = Replayed(table, Gate(limit=tolerance), tuple(range(seed, seed + seeds)))
+    subject = find_subject(agents, subject)
+    numbers = tuple(FIRST_SEEDS[split] + seed + number for number in range(seeds))
+    given = Replayed(table, Gate(limit=tolerance), numbers)
     replay = given.replay
-    kept = TraceLog(log)
-    found = traces(given, agents, policies, say, split, workers=workers, ray=ray, log=kept)
+    found = traces(
+        given, agents, policies, say, split, policy, workers=workers, ray=ray, log=TraceLog(log)
+    )
     judged = {family for fold in folds(table.families, split) for family in fold.judged}
+    models = [m for m in replay if m.card.family in judged]
+    trained = {m.card.name for m in models if m.card.trained}
     return {
         "table": name,
         "split": split or "leave one family out",
         "tolerance": tolerance,
+        "seeds": seeds,
         "models": [
             {
                 "name": m.card.name,
                 "family": m.card.family,
                 "trained": m.card.trained,
                 "oracle_speedup": math.exp(m.oracle),
-                "share_after_2": {
-                    agent: float(np.mean([t.gains[1] for t in found[agent][m.card.name]]))
-                    / m.oracle
-                    if m.oracle > 0
-                    else 1.0
-                    for agent in agents
-                },
+                "agents": of_model(found, m.card.name),
             }
-            for m in replay
-            if m.card.family in judged
+            for m in models
         ],
-        "forecast": _forecast_quality(replay),
-        "agents": {agent: summarise(found[agent], seed) for agent in agents},
+        **({} if policy is None else {"policy": _applied(policy, [m.card.name for m in models])}),
+        "forecast": None if policy is not None else _forecast_quality(replay),
+        **_headline(found, subject, seed),
+        "trained": {
+            "models": len(trained),
+            **(_headline(_only(found, trained), subject, seed) if trained else {}),
+        },
+        "curves": curves(found, seed),
+        "profiles": profiles(found, seed),
+        "leakage": find_leakage(table, split, replay.gate).as_json(),
         "manifest": manifest(seeds=seeds, seed=seed),
+    }
+
+
+def _headline(found: Found, subject: str, seed: int) -> dict[str, Any]:
+    return {
+        "agents": {agent: summarise(models, seed) for agent, models in found.items()},
+        "against": against(found, subject, seed),
+    }
+
+
+def _only(found: Found, names: set[str]) -> Found:
+    return {
+        agent: {model: runs for model, runs in models.items() if model in names}
+        for agent, models in found.items()
+    }
+
+
+def _applied(policy: Path, judged: Sequence[str]) -> dict[str, Any]:
+    """What is to be known of a policy from elsewhere: its name, and what it had seen."""
+    card = load_policy(policy).card
+    return {
+        "name": card.name,
+        "table": card.table,
+        "seed": card.seed,
+        "trained_on": sorted(set(judged) & set(card.models)),
     }

@@ -145,7 +145,11 @@ def listing() -> list[dict[str, Any]]:
                 rows.append({**row, "note": str(error)})
                 continue
             shares = card.scores.get("gain_share", {})
-            row |= {"table": ", ".join(card.tables), "models": len(card.models), "gain_share": shares}
+            row |= {
+                "table": ", ".join(card.tables),
+                "models": len(card.models),
+                "gain_share": shares,
+            }
             rows.append({**row, "held_out": list(card.held_out), "note": ""})
     return rows
 

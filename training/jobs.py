@@ -7,6 +7,7 @@ its result counts once. A job that raises is a mistake in our code and ends the 
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -64,6 +65,7 @@ _shared: Any = None
 def _hold(shared: Any) -> None:
     global _shared
     _shared = shared
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
 
 
 def _call(function: Function[_Result], job: tuple[Any, ...]) -> _Result:
@@ -89,6 +91,8 @@ def _in_processes(
             except BrokenProcessPool:  # somebody killed one: all that is not done, anew
                 continue
             except BaseException:
+                for child in multiprocessing.active_children():
+                    child.terminate()
                 pool.shutdown(cancel_futures=True)
                 raise
     if waiting:

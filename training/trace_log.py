@@ -15,8 +15,8 @@ from typing import Any
 
 from routepilot.env.records import RouteTable
 
-#: Model -> traces as plain data, of one agent in one fold.
-Traces = Mapping[str, Sequence[Mapping[str, Any]]]
+#: Model -> runs (`traces.Runs`) as plain data, of one agent in one fold.
+Traces = Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]
 
 
 class TraceLog:
@@ -74,6 +74,7 @@ def code_key() -> str:
         *sorted((here.parent / "env").rglob("*.py")),
         *sorted((here.parent / "agents").rglob("*.py")),
         here / "evaluate.py",
+        here / "traces.py",
     ]
     digest = hashlib.sha256()
     for path in files:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import synthetic
 
 from routepilot.env.backends.recorded import LOST, ModelReplay, Replay
-from routepilot.env.routes import Route
-from routepilot.env.surrogate import Signal, Surrogate, greedy_share, leave_family_out
+from routepilot.env.outcomes import Outcome, Status
+from routepilot.env.routes import Catalog, Knob, Route
+from routepilot.env.surrogate import (
+    Signal,
+    Surrogate,
+    encode,
+    greedy_share,
+    joint,
+    leave_family_out,
+)
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +96,60 @@ def test_nearest_model_is_one_of_the_same_kind(replay: Replay) -> None:
     known = replay.without_families((model.card.family,))
     names = [name for name, _ in Surrogate(known).nearest(model.card.features)]
     assert all(int(name.removeprefix("model")) % 2 == 0 for name in names)
+
+
+OTHER = Catalog(
+    "other",
+    "1",
+    (
+        Knob("-kernel", ("slow", "fast"), "slow", "Kernels.", ("precision",)),
+        Knob("-level", ("0", "1", "2", "3"), "0", "Level, of another default.", ("graph",)),
+        Knob("-stream", ("1", "2"), "1", "Streams."),
+    ),
+)
+
+
+def test_a_joint_catalog_tells_routes_of_both_apart() -> None:
+    ours = synthetic.CATALOG
+    assert joint(ours, ours) is ours
+    assert joint(ours, replace(ours, knobs=ours.knobs[:3], requirements=())) is ours
+    both = joint(ours, OTHER)
+    assert [k.name for k in both.knobs] == [k.name for k in ours.knobs] + ["-kernel", "-stream"]
+    assert both["-level"].values == ("2", "1", "0", "3")
+    assert both["-kernel"].marks == ("precision",)
+
+
+def test_a_default_is_unchanged_whatever_its_value() -> None:
+    both = joint(synthetic.CATALOG, OTHER)
+    ours = [Route(), Route.read("-level=1"), Route.read("-level=0"), Route.read("-engine=b")]
+    theirs = [Route(), *map(Route.read, ("-level=1", "-level=2", "-level=3", "-kernel=fast"))]
+    first, second = encode(both, ours, synthetic.CATALOG), encode(both, theirs, OTHER)
+    assert (first[0] == second[0]).all()
+    assert (first[1] == second[1]).all()  # the same change
+    assert (first[0] != second[2]).sum() == 1  # their 2 is a change, though it is our default
+    assert (first[2] != second[0]).sum() == 1  # and our 0 one, though it is theirs
+    assert len({tuple(row) for row in [*first, *second]}) == len(ours) + len(theirs) - 2
+
+
+def test_another_catalog_is_learned_from_this_models_builds() -> None:
+    surrogate = Surrogate(Replay(synthetic.table()))
+    routes = [Route.read(t) for t in ("-kernel=fast", "-kernel=fast -stream=2", "-stream=2")]
+    belief = surrogate.belief(surrogate.models[0].card.features, routes, OTHER)
+    likeness = belief.speed.cov[0] / np.sqrt(belief.speed.cov[0, 0] * np.diag(belief.speed.cov))
+    assert likeness[1] < 0.99 and likeness[1] > likeness[2]  # a shared strong change is more alike
+    before = belief.speed.mean.copy()
+    made = Outcome(routes[0], Status.OK, measurement=synthetic.measurement(0.6))
+    belief.observe(0, made, 1e-5)
+    rise = belief.speed.mean - before
+    assert belief.speed.mean[0] == pytest.approx(0.6, abs=0.05)
+    assert rise[1] > 0.5 * rise[0] > rise[2]
+
+
+def test_the_same_catalog_by_name_changes_no_belief() -> None:
+    surrogate = Surrogate(Replay(synthetic.table()))
+    model = surrogate.models[0]
+    plain = surrogate.belief(model.card.features, model.routes)
+    named = surrogate.belief(model.card.features, model.routes, synthetic.CATALOG)
+    np.testing.assert_array_equal(plain.speed.mean, named.speed.mean)
+    np.testing.assert_array_equal(plain.loss.cov, named.loss.cov)
+    np.testing.assert_array_equal(plain.codes, named.codes)

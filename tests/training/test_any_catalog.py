@@ -75,7 +75,9 @@ def best_of_five(path: Path, table: RouteTable) -> float:
     agent, shares = by_policy(load_policy(path)), []
     for model in Replay(table).only_families(("family3",)):
         problem = Problem(table.catalog, model.card.features, model.routes, 5, 0)
-        found = search(agent(problem), lambda r, m=model: m.default if r.is_default else m.outcome(r), 5)  # noqa: E501
+        found = search(
+            agent(problem), lambda r, m=model: m.default if r.is_default else m.outcome(r), 5
+        )  # noqa: E501
         shares.append(max((o.gain for o in found), default=0.0) / model.oracle)
     return float(np.mean(shares))
 

@@ -14,7 +14,9 @@ import pytest
 
 from routepilot.training import apply_route, deploy
 
-ROUTE = "-kgen:tiling=0 -conv_lowering=off -builder_optimization_level=4 -tf32=off -max_aux_streams=0"
+ROUTE = (
+    "-kgen:tiling=0 -conv_lowering=off -builder_optimization_level=4 -tf32=off -max_aux_streams=0"
+)
 FLAGS = "-kgen:tiling=0 -conv_lowering=off"
 
 
@@ -152,7 +154,9 @@ def test_settings_for_torch_tensorrt() -> None:
 
 
 def test_every_setting_exists_where_torch_tensorrt_is_installed() -> None:
-    settings = pytest.importorskip("torch_tensorrt.dynamo", reason="Torch-TensorRT is not installed")
+    settings = pytest.importorskip(
+        "torch_tensorrt.dynamo", reason="Torch-TensorRT is not installed"
+    )
     known = set(settings.CompilationSettings.__dataclass_fields__)
     if "build_route" not in known:
         pytest.skip("this Torch-TensorRT has no build_route yet")

@@ -11,7 +11,7 @@ import synthetic
 from routepilot.agents.policy import load_policy
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import InputError
-from routepilot.training.evaluate import trace
+from routepilot.training.traces import trace
 from routepilot.training.train import TrainConfig, train
 
 pytest.importorskip("stable_baselines3")
