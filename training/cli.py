@@ -81,6 +81,12 @@ AllowOpt = Annotated[
 SecondsOpt = Annotated[
     float | None, typer.Option(help="Seconds of building and measuring to spend.")
 ]
+UntilNoiseOpt = Annotated[
+    bool,
+    typer.Option(
+        "--until-noise", help="Stop once the expected gain is below what timing can tell."
+    ),
+]
 OutOpt = Annotated[Path, typer.Option("--out", "-o", help="Folder for results.")]
 OptionOpt = Annotated[
     list[str] | None,
@@ -100,6 +106,11 @@ ExpressionFileOpt = Annotated[
 DeadlineOpt = Annotated[float, typer.Option(help="Seconds one build with its timing may take.")]
 
 
+def listed(text: str | None) -> list[str]:
+    """The names of an option that takes several, separated by commas."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
 @app.command()
 def tune(
     model: ModelArg,
@@ -112,12 +123,7 @@ def tune(
     effort: EffortOpt = Effort.STANDARD,
     max_builds: BuildsOpt = None,
     max_seconds: SecondsOpt = None,
-    until_noise: Annotated[
-        bool,
-        typer.Option(
-            "--until-noise", help="Stop once the expected gain is below what timing can tell."
-        ),
-    ] = False,
+    until_noise: UntilNoiseOpt = False,
     allow: AllowOpt = None,
     shape: ShapeOpt = None,
     inputs: InputsOpt = None,
@@ -152,14 +158,15 @@ def tune(
     from routepilot.training.report import write_report
     from routepilot.training.session import SessionConfig
     from routepilot.training.tune import tune as run
-    from routepilot.training.view import SearchView, why_text
+    from routepilot.training.view import SearchView
 
     chosen = preset(effort)
     builds = chosen.builds if max_builds is None else max_builds
     gate = gate_from_options(metric, tolerance, limit)
     options, routes = backend_options(option), route_expression(expression, expression_file)
     prepared = prepare_model(model, shape, inputs, seed).model
-    with SearchView(f"tune {prepared.name}", builds, quiet=json or quiet) as view:
+    title, silent = f"tune {prepared.name}", quiet or json
+    with SearchView(title, builds, max_seconds=max_seconds, quiet=silent) as view:
         result = run(
             prepared,
             backend=backend,
@@ -181,9 +188,7 @@ def tune(
             expression=routes,
             say=view.say,
             on_outcome=view.outcome,
-            on_ask=lambda number, route, why: view.asking(
-                number, route, why_text(*why) if why else ""
-            ),
+            on_ask=view.asking,
         )
     write_report(out)
     if json:
@@ -223,6 +228,7 @@ def compare(
     effort: EffortOpt = Effort.STANDARD,
     max_builds: BuildsOpt = None,
     max_seconds: SecondsOpt = None,
+    until_noise: UntilNoiseOpt = False,
     allow: AllowOpt = None,
     shape: ShapeOpt = None,
     inputs: InputsOpt = None,
@@ -240,6 +246,9 @@ def compare(
 ) -> None:
     """Run several agents on a model at equal budgets.
 
+    --max-builds and --max-seconds are of each agent. With --until-noise those that can say what
+    they expect (ppo, two-way-gp, greedy, thompson) may stop before; the others spend it all.
+
     Example: routepilot compare zoo:ddddocr --agents default,ppo,fast,random --max-builds 6
     """
     from routepilot.training import console
@@ -252,6 +261,7 @@ def compare(
     )
     from routepilot.training.search import Budget
     from routepilot.training.session import SessionConfig
+    from routepilot.training.view import CompareView
 
     chosen = preset(effort)
     builds = chosen.builds if max_builds is None else max_builds
@@ -265,23 +275,22 @@ def compare(
     )
     routes = route_expression(expression, expression_file)
     named = prepare_model(model, shape, inputs, seed)
-    names = [name.strip() for name in agents.split(",") if name.strip()]
-    quiet = quiet or json
-    with console.Steps(f"compare on {named.model.name}", builds, quiet=quiet) as steps:
+    wanted, title = listed(agents), f"compare on {named.model.name}"
+    silent = quiet or json
+    with CompareView(title, wanted, builds, max_seconds=max_seconds, quiet=silent) as view:
         rows = run(
             named,
-            names,
-            Budget(builds, max_seconds),
+            wanted,
+            Budget(builds, max_seconds, chosen.plan.half_width if until_noise else None),
             config,
             out,
             table=table,
             policy=policy,
             seed=seed,
             expression=routes,
-            say=(lambda _: None) if quiet else console.say,
-            on_outcome=lambda agent, number, outcome: steps.step(
-                number, f"{agent}: {console.outcome_text(outcome)}", note=agent
-            ),
+            say=view.say,
+            on_outcome=view.outcome,
+            on_ask=view.asking,
         )
     if json:
         console.print_json({"agents": {name: row.as_json() for name, row in rows.items()}})
@@ -427,6 +436,7 @@ def demo(
     out: OutOpt = Path("routepilot-demo"),
     max_builds: Annotated[int, typer.Option(help="Routes each agent may build.")] = 6,
     seed: SeedOpt = 0,
+    quiet: QuietOpt = False,
     json: JsonOpt = False,
 ) -> None:
     """Train a policy, then tune a model it never saw.
@@ -437,7 +447,7 @@ def demo(
     """
     from routepilot.training.demo import run_demo
 
-    run_demo(out, max_builds=max_builds, seed=seed, as_json=json)
+    run_demo(out, max_builds=max_builds, seed=seed, quiet=quiet, as_json=json)
 
 
 def main() -> None:

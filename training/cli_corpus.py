@@ -19,20 +19,25 @@ from routepilot.env.errors import InputError
 from routepilot.training.cli import (
     AllowOpt,
     BackendOpt,
+    DeadlineOpt,
     EffortOpt,
     ExpressionFileOpt,
     ExpressionOpt,
     JsonOpt,
     OptionOpt,
+    QuietOpt,
     SecondsOpt,
     SeedOpt,
     ThreadsOpt,
+    UntilNoiseOpt,
     app,
+    listed,
 )
 from routepilot.training.effort import Effort, preset
 
 if TYPE_CHECKING:
     from routepilot.training.collect import CorpusModel
+    from routepilot.training.enough import Stop
 
 zoo_app = typer.Typer(help="The corpus: list, export and check its models.", no_args_is_help=True)
 app.add_typer(zoo_app, name="zoo")
@@ -86,6 +91,7 @@ def zoo_export(
     names: Annotated[
         str | None, typer.Option(help="Models, separated by commas; all when absent.")
     ] = None,
+    quiet: QuietOpt = False,
 ) -> None:
     """Write the corpus as prepared model folders: model.onnx, input sets, references.
 
@@ -97,7 +103,7 @@ def zoo_export(
 
     chosen = _names(names)
     ensure_folder(out)
-    with console.Steps("export", len(chosen)) as steps:
+    with console.Steps("export", len(chosen), quiet=quiet) as steps:
         done = 0
 
         def hear(name: str) -> None:
@@ -166,6 +172,13 @@ def collect(
     expression: ExpressionOpt = None,
     expression_file: ExpressionFileOpt = None,
     max_seconds: SecondsOpt = None,
+    until_noise: UntilNoiseOpt = False,
+    known: Annotated[
+        str | None,
+        typer.Option(
+            help="Route table that --until-noise starts from; the backend's released one if absent."
+        ),
+    ] = None,
     allow: AllowOpt = None,
     controls: Annotated[int, typer.Option(help="Rebuilds of the default a model.")] = 3,
     neighbours: Annotated[
@@ -177,15 +190,17 @@ def collect(
     workers: Annotated[
         int, typer.Option(help="Models measured at once, each pinned to a core of its own.")
     ] = 1,
-    deadline: Annotated[float, typer.Option(help="Seconds one build may take.")] = 120.0,
+    deadline: DeadlineOpt = 120.0,
     seed: SeedOpt = 0,
+    quiet: QuietOpt = False,
     json: JsonOpt = False,
 ) -> None:
     """Measure many routes on many models into a table.
 
     Runs unattended; every outcome is on disk at once, beside the table, and the same command
-    again continues. After --max-seconds the table holds what there is. Keep the machine quiet
-    meanwhile.
+    again continues. After --max-seconds the table holds what there is. With --until-noise a model
+    is left as soon as nothing worth a build is expected of its routes; a table to learn from is
+    better whole. Keep the machine quiet meanwhile.
 
     Example: routepilot collect -o cpu.parquet --models zoo --routes 128 --neighbours 32 --workers 2
     """
@@ -197,6 +212,7 @@ def collect(
     from routepilot.training.files import ensure_folder
     from routepilot.training.inputs import backend_options, route_expression
     from routepilot.training.session import SessionConfig
+    from routepilot.training.view import CollectView
 
     if threads * workers > (os.cpu_count() or 1):
         raise InputError(
@@ -222,22 +238,19 @@ def collect(
         else lay_out(read_expression(wanted, compiler.catalog()), compiler.catalog(), "collect")
     )
     end = math.inf if max_seconds is None else time.monotonic() + max_seconds
-    total = len(corpus) * (len(plan) + neighbours + controls + 1)
+    around = collecting.Neighbourhood(count=neighbours)
+    repeats = collecting.Repeats(controls, recheck)
+    total = len(corpus) * collecting.planned_builds(len(plan), around, repeats)
+    until = _stop(known, backend) if until_noise else None
     stop = threading.Event()
     previous = signal.signal(signal.SIGINT, lambda *_: stop.set())
     try:
-        with console.Steps("collect", total, quiet=json) as steps:
-            lock, done = threading.Lock(), {"steps": 0}
+        with CollectView("collect", total, max_seconds=max_seconds, quiet=quiet or json) as view:
+            lock = threading.Lock()
 
             def hear(progress: collecting.Progress) -> None:
                 with lock:
-                    done["steps"] += 1
-                    where = f"{progress.model} {progress.done}/{progress.planned}"
-                    if progress.error:
-                        steps.step(done["steps"], f"{where} given up: {progress.error}")
-                    elif progress.outcome is not None:
-                        text = console.outcome_text(progress.outcome)
-                        steps.step(done["steps"], f"{where} {text}", note=progress.model)
+                    view.step(progress)
 
             collecting.collect(
                 corpus,
@@ -245,11 +258,12 @@ def collect(
                 config,
                 plan,
                 out.parent / f"{out.stem}-work",
-                neighbourhood=collecting.Neighbourhood(count=neighbours),
-                repeats=collecting.Repeats(controls, recheck),
+                neighbourhood=around,
+                repeats=repeats,
                 cores=tuple(range(workers)) if threads == 1 else (),
                 on_progress=hear,
                 should_stop=lambda: stop.is_set() or time.monotonic() >= end,
+                until=until,
             )
     finally:
         signal.signal(signal.SIGINT, previous)
@@ -265,6 +279,7 @@ def collect(
             "neighbours": neighbours,
             "controls": controls,
             "recheck": recheck,
+            "until_noise": until_noise,
         },
     )
     save_table(table, out)
@@ -279,7 +294,26 @@ def _names(text: str | None) -> list[str]:
 
     if text is None:
         return [entry.name for entry in (*zoo.ENTRIES, *zoo.VARIANTS)]
-    return [zoo.entry(name.strip()).name for name in text.split(",") if name.strip()]
+    return [zoo.entry(name).name for name in listed(text)]
+
+
+def _stop(known: str | None, backend: str) -> Stop:
+    """What ends a model of a collection at the noise.
+
+    Raises:
+        InputError: No table is given and none is released for the backend.
+    """
+    from routepilot.env.tables import load_table
+    from routepilot.training.defaults import find_table, released_name, released_tables
+    from routepilot.training.enough import Stop
+
+    name = known or released_name(backend)
+    if known is None and name not in released_tables():
+        raise InputError(
+            f"--until-noise starts from a route table and none is released for {backend}; give one"
+            " with --known, or drop --until-noise"
+        )
+    return Stop(load_table(find_table(name)))
 
 
 def _corpus(models: str, seed: int) -> list[CorpusModel]:
@@ -296,7 +330,6 @@ def _corpus(models: str, seed: int) -> list[CorpusModel]:
         texts = [f"zoo:{entry.name}" for entry in wanted]
     else:
         names = {entry.name for entry in (*zoo.ENTRIES, *zoo.VARIANTS)}
-        given = [text.strip() for text in models.split(",") if text.strip()]
-        texts = [f"zoo:{text}" if text in names else text for text in given]
+        texts = [f"zoo:{text}" if text in names else text for text in listed(models)]
     prepared = [prepare_model(text, None, None, seed) for text in texts]
     return [CorpusModel(named.model, named.family, named.trained) for named in prepared]

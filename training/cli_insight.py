@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from routepilot.training.cli import JsonOpt, SeedOpt, app
+from routepilot.training.cli import JsonOpt, QuietOpt, SeedOpt, app
 
 if TYPE_CHECKING:
     from routepilot.training.explain import Explanation
@@ -22,6 +22,7 @@ SHOWN = 12
 @app.command()
 def explain(
     run: Annotated[Path, typer.Argument(help="Folder that `routepilot tune -o` wrote.")],
+    quiet: QuietOpt = False,
     json: JsonOpt = False,
 ) -> None:
     """Say why the winner of a run is fast.
@@ -35,7 +36,7 @@ def explain(
     from routepilot.training import console
     from routepilot.training.explain import explain as work
 
-    found = work(run, say=(lambda _: None) if json else console.say)
+    found = work(run, say=console.sayer(quiet or json))
     if json:
         console.print_json(found.as_json())
         return
@@ -52,13 +53,13 @@ def _print(found: Explanation) -> None:
             effect = console.ratio_text(knob.effect, knob.low, knob.high)
         rows.append((f"{knob.knob}={knob.value}", knob.verdict, effect, knob.reason))
     console.print_table(
-        f"{found.model}: {found.route or 'the default route'}; {found.builds} builds",
+        f"{found.model}: {str(found.route) or 'the default route'}; {found.builds} builds",
         ("knob", "verdict", "speed-up it brings", "without it"),
         rows,
     )
     if not found.route.is_default:
         console.out.print(
-            f"as fast with: {found.minimal or 'the default route'}"
+            f"as fast with: {str(found.minimal) or 'the default route'}"
             f" ({console.speedup_text(*found.minimal_speedup)})",
             markup=False,
         )

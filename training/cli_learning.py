@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from routepilot.training.cli import EffortOpt, JsonOpt, SeedOpt, app
+from routepilot.training.cli import EffortOpt, JsonOpt, QuietOpt, SeedOpt, app, listed
 from routepilot.training.effort import Effort, preset
 
 
@@ -23,7 +23,7 @@ def later_families(families: tuple[str, ...], learn_from: str) -> tuple[str, ...
     from routepilot.env.errors import InputError
     from routepilot.env.zoo_entries import SPLITS, splits
 
-    wanted = [name.strip() for name in learn_from.split(",") if name.strip()]
+    wanted = listed(learn_from)
     unknown = sorted(set(wanted) - set(SPLITS))
     if unknown:
         raise InputError(f"split {unknown[0]!r} is not known; choose from {', '.join(SPLITS)}")
@@ -49,8 +49,13 @@ def train(
     max_seconds: Annotated[
         float | None, typer.Option(help="Stop training after this many seconds.")
     ] = None,
+    until_noise: Annotated[
+        bool,
+        typer.Option("--until-noise", help="Stop once scores rise by less than they scatter."),
+    ] = False,
     name: Annotated[str, typer.Option(help="Name of the policy.")] = "policy",
     seed: SeedOpt = 0,
+    quiet: QuietOpt = False,
     json: JsonOpt = False,
 ) -> None:
     """Train a policy on a route table.
@@ -67,7 +72,7 @@ def train(
     from routepilot.training.train import train as run
 
     source = load_table(find_table(table))
-    families = tuple(name.strip() for name in hold_out.split(",") if name.strip())
+    families = tuple(listed(hold_out))
     unknown = sorted(set(families) - set(source.families))
     if unknown:
         raise InputError(
@@ -76,12 +81,17 @@ def train(
     families += later_families(source.families, learn_from)
     result = run(
         source,
-        TrainConfig(seed=seed, steps=preset(effort).steps, max_seconds=max_seconds),
+        TrainConfig(
+            seed=seed,
+            steps=preset(effort).steps,
+            max_seconds=max_seconds,
+            until_noise=until_noise,
+        ),
         held_out=tuple(dict.fromkeys(families)),
         out=out,
         name=name,
         source=find_table(table),
-        say=(lambda _: None) if json else console.say,
+        say=console.sayer(quiet or json),
     )
     if json:
         console.print_json(result.as_json())
@@ -109,6 +119,7 @@ def evaluate(
     seeds: Annotated[int, typer.Option(help="Search seeds a model.")] = 3,
     workers: Annotated[int, typer.Option(help="Trainings at once, for ppo.")] = 1,
     seed: SeedOpt = 0,
+    quiet: QuietOpt = False,
     json: JsonOpt = False,
 ) -> None:
     """Compare agents by replay, one family held out, or the families of a split.
@@ -125,9 +136,9 @@ def evaluate(
     from routepilot.training.evaluate import evaluate as run
     from routepilot.training.files import ensure_folder, write_json
 
-    names = [name.strip() for name in agents.split(",") if name.strip()] or list(DEFAULT_AGENTS)
+    names = listed(agents) or list(DEFAULT_AGENTS)
     source = load_table(find_table(table))
-    say = (lambda _: None) if json else console.say
+    say = console.sayer(quiet or json)
     folder = ensure_folder(out)
     policies = None
     if "ppo" in names:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from routepilot.agents import NEEDS_TABLE, make_agent
+from routepilot.agents.base import Agent, Expecting
 from routepilot.env.backends.recorded import Replay
-from routepilot.env.errors import PolicyError
+from routepilot.env.errors import InputError, PolicyError
 from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
 from routepilot.env.routes import Route
@@ -30,6 +32,9 @@ from routepilot.training.session import Say, Session, SessionConfig, silent
 
 if TYPE_CHECKING:
     from routepilot.agents.policy import LoadedPolicy
+
+#: Hears an agent, its build's number, the route, and what the agent believes of it.
+OnAgentAsk = Callable[[str, int, Route, tuple[float, float, float] | None], None]
 
 #: Agents compared when none are named.
 DEFAULT_AGENTS = ("default", "ppo", "fast", "random")
@@ -87,6 +92,7 @@ def run_agents(
     expression: str | Path | None = None,
     say: Say = silent,
     on_outcome: Callable[[str, int, Outcome], None] | None = None,
+    on_ask: OnAgentAsk | None = None,
 ) -> Mapping[str, AgentResult]:
     """Run agents one after the other on the session's model.
 
@@ -101,6 +107,10 @@ def run_agents(
         expression: As in `tune`.
         say: Hears one line an agent.
         on_outcome: Hears agent, build number and outcome.
+        on_ask: Hears agent, build number, route and what the agent believes of it.
+
+    Raises:
+        InputError: The budget ends at the noise, and no agent has an expectation to stop by.
 
     Returns:
         Agent name -> its row, in the order given.
@@ -108,18 +118,26 @@ def run_agents(
     searches: dict[str, Search] = {}
     gate = session.config.gate
     replay = Replay(table, gate) if table is not None else None
+    made: dict[str, Agent] = {}
     for name in dict.fromkeys(agents):
         problem = make_problem(
             session, name, budget.max_builds, seed, expression=expression, say=say
         )
-        agent = make_agent(name, problem, replay=replay, policy=policy)
+        made[name] = make_agent(name, problem, replay=replay, policy=policy)
+    if budget.min_gain is not None and not any(isinstance(a, Expecting) for a in made.values()):
+        raise InputError(
+            f"none of the agents {', '.join(made)} has an expectation to stop by; drop"
+            " --until-noise, or add one of ppo, two-way-gp, greedy and thompson"
+        )
+    for name, agent in made.items():
         say(f"agent {name}")
         searches[name] = run_search(
             session,
             agent,
             budget,
             use_incumbent=False,
-            on_outcome=_bind(on_outcome, name),
+            on_outcome=partial(on_outcome, name) if on_outcome is not None else None,
+            on_ask=partial(on_ask, name) if on_ask is not None else None,
         )
     say("confirming each winner with fresh builds and other inputs")
     answers: dict[tuple[Route, ...], Confirmed] = {}
@@ -146,6 +164,7 @@ def compare(
     expression: str | Path | None = None,
     say: Say = silent,
     on_outcome: Callable[[str, int, Outcome], None] | None = None,
+    on_ask: OnAgentAsk | None = None,
 ) -> Mapping[str, AgentResult]:
     """Compare agents on a model and write `comparison.json` into `out`.
 
@@ -161,6 +180,7 @@ def compare(
         expression: As in `tune`.
         say: Hears remarks.
         on_outcome: Hears agent, build number and outcome.
+        on_ask: Hears agent, build number, route and what the agent believes of it.
     """
     folder = ensure_folder(out)
     known, loaded = _sources(named, agents, config.backend, table, policy, say)
@@ -178,6 +198,7 @@ def compare(
             expression=expression,
             say=say,
             on_outcome=on_outcome,
+            on_ask=on_ask,
         )
     facts = manifest(seed=seed, gate={"metric": config.gate.metric, "limit": config.gate.limit})
     write_json(
@@ -221,11 +242,3 @@ def _sources(
     if family:
         say(f"the family {family} is left out of what agents know, since it is the model's own")
     return known, loaded
-
-
-def _bind(
-    on_outcome: Callable[[str, int, Outcome], None] | None, name: str
-) -> Callable[[int, Outcome], None] | None:
-    if on_outcome is None:
-        return None
-    return lambda number, outcome: on_outcome(name, number, outcome)

@@ -180,7 +180,7 @@ class _Bench:
     def trial(self, route: Route) -> Outcome:
         """The outcome of a route."""
         self.builds += 1
-        self._say(f"building {route or 'the default route'}")
+        self._say(f"building {str(route) or 'the default route'}")
         return self._worker.trial(route) if not route.is_default else self._worker.control()
 
 

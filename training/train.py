@@ -7,6 +7,7 @@ surrogate never saw the family of the episode's model, so training meets what us
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,9 @@ from routepilot.training.session import Say, silent
 #: Budgets at which a policy is scored.
 BUDGETS = (1, 2, 4, 8, 16)
 
+#: Evaluations that training is judged by, with `until_noise`.
+WINDOW = 4
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -46,6 +50,8 @@ class TrainConfig:
     steps: int = 60_000
     #: Seconds after which training ends with what it has; None for no limit.
     max_seconds: float | None = None
+    #: End training once scores rise by less than they scatter (`has_settled`).
+    until_noise: bool = False
     #: Environments stepped together.
     environments: int = 8
     #: Steps of each environment between updates.
@@ -199,6 +205,24 @@ def train(
     path = save_policy(folder, best.weights, card)
     say(f"{model.num_timesteps} steps in {seconds:.0f} s{stopped}: {best.text()}")
     return Trained(path, best.scores(), int(model.num_timesteps), seconds)
+
+
+def has_settled(scores: Sequence[float]) -> bool:
+    """True when scores no longer rise by more than they scatter.
+
+    A line through the last `WINDOW` scores rises by no more than its own standard error.
+
+    Args:
+        scores: Of the evaluations so far, in order.
+    """
+    if len(scores) < WINDOW:
+        return False
+    places = np.arange(WINDOW, dtype=float) - (WINDOW - 1) / 2
+    last = np.asarray(scores[-WINDOW:], float)
+    slope = float(places @ last / (places @ places))
+    residual = last - last.mean() - slope * places
+    variance = float(residual @ residual) / (WINDOW - 2)
+    return slope <= math.sqrt(variance / float(places @ places))
 
 
 def steps_per_second(env: RouteSelectionEnv, steps: int = 5000) -> float:
@@ -365,14 +389,19 @@ def _improve(model: Any, best: _Best, config: TrainConfig, start: float, say: Sa
         def __init__(self) -> None:
             super().__init__()
             self.next = config.evaluate_every
+            self.scores = [best.value]
 
         def _on_rollout_end(self) -> None:
             if self.num_timesteps >= self.next:
                 self.next += config.evaluate_every
                 value = best.consider()
+                self.scores.append(value)
                 say(f"{self.num_timesteps} steps: score {value:.3f}, best {best.text()}")
 
         def _on_step(self) -> bool:
+            if config.until_noise and has_settled(self.scores):
+                say("scores rise by less than they scatter: training ends")
+                return False
             late = config.max_seconds is not None
             return not (late and time.monotonic() - start > (config.max_seconds or 0.0))
 
