@@ -60,8 +60,10 @@ def test_too_few_families_are_refused(tmp_path: Path) -> None:
 
 def test_training_until_the_noise_ends_before_its_steps(tmp_path: Path) -> None:
     heard: list[str] = []
-    long = replace(SHORT, steps=20_000, teacher_episodes=40, rollout=64, evaluate_every=128)
+    long = replace(
+        SHORT, steps=20_000, teacher_episodes=40, rollout=64, batch=128, evaluate_every=128
+    )
     done = train(synthetic.table(), replace(long, until_noise=True), out=tmp_path, say=heard.append)
     assert done.steps < 20_000
-    scores = [float(line.split("score ")[1].split(",")[0]) for line in heard if "score" in line]
+    scores = [line for line in heard if "steps: score" in line]
     assert len(scores) >= 3 and any("scatter" in line for line in heard)
