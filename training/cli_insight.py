@@ -13,6 +13,7 @@ import typer
 from routepilot.training.cli import JsonOpt, QuietOpt, SeedOpt, app
 
 if TYPE_CHECKING:
+    from routepilot.env.backends.layers import Layers
     from routepilot.training.explain import Explanation
 
 #: Operators shown of each engine.
@@ -45,6 +46,7 @@ def explain(
 
 def _print(found: Explanation) -> None:
     from routepilot.training import console
+    from routepilot.training.explain import COSTLIEST
 
     rows = []
     for knob in found.knobs:
@@ -71,21 +73,53 @@ def _print(found: Explanation) -> None:
         "engines from the inside: milliseconds by operator (nodes)",
         ("operator", *(name for name, _ in engines)),
         [
-            *(
-                (k, *(f"{e.by_kind().get(k, 0.0):.4f} ({e.nodes.get(k, 0)})" for _, e in engines))
-                for k in shown
-            ),
-            ("sum of layers", *(f"{e.sum_ms:.4f}" for _, e in engines)),
+            *((k, *(_spent_text(e, k) for _, e in engines)) for k in shown),
+            ("sum of layers", *(_sum_text(e) for _, e in engines)),
             ("end to end", *(f"{e.end_to_end_ms:.4f}" for _, e in engines)),
             ("end to end, profiled", *(f"{e.profiled_ms:.4f}" for _, e in engines)),
         ],
     )
+    for name, engine in engines:
+        console.print_table(
+            f"costliest layers of the {'default engine' if name == 'default' else name}",
+            ("layer", "operator", "kernel", "ms", "of the sum"),
+            [
+                (
+                    layer.name,
+                    layer.kind,
+                    layer.kernel,
+                    f"{layer.milliseconds:.4f}",
+                    f"{100 * layer.milliseconds / max(engine.sum_ms, 1e-9):.0f} %",
+                )
+                for layer in engine.costliest(COSTLIEST)
+            ],
+        )
     if found.models:
         console.print_table(
             "models that the policy reasoned from",
-            ("model", "likeness"),
-            [(name, f"{value:.3f}") for name, value in found.models],
+            ("model", "likeness", "the winner's route there", "best there"),
+            [
+                (
+                    model.name,
+                    f"{model.likeness:.3f}",
+                    f"{model.speedup:.2f}x" if model.speedup else model.status or "not on record",
+                    f"{model.best_speedup:.2f}x with {model.best or 'the default route'}",
+                )
+                for model in found.models
+            ],
         )
+
+
+def _spent_text(layers: Layers, kind: str) -> str:
+    """Milliseconds and nodes of an operator; empty where the engine has none of it."""
+    spent, nodes = layers.by_kind().get(kind, 0.0), layers.nodes.get(kind, 0)
+    return f"{spent:.4f} ({nodes})" if spent or nodes else ""
+
+
+def _sum_text(layers: Layers) -> str:
+    """The sum of the layers' times, and what share of the profiled whole it is."""
+    share = 100 * layers.sum_ms / layers.profiled_ms if layers.profiled_ms else 0.0
+    return f"{layers.sum_ms:.4f} ({share:.0f} % of the profiled whole)"
 
 
 @app.command()
