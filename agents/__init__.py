@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from routepilot.env.errors import InputError
@@ -40,7 +41,8 @@ def make_factory(
     """What makes an agent of a name for any problem; learning from a table happens here, once.
 
     Args:
-        name: A name of `AGENTS`.
+        name: A name of `AGENTS`, or `module:factory` of an agent that is not ours; the factory is
+            called with the problem.
         replay: Replay of a route table, for the names of `NEEDS_TABLE`.
         policy: Policy, for `ppo`.
 
@@ -48,8 +50,17 @@ def make_factory(
         InputError: Unknown name, or what the agent needs is missing.
         MissingExtraError: A package is missing.
     """
+    if ":" in name:
+        module, _, factory = name.partition(":")
+        try:
+            made: AgentFactory = getattr(importlib.import_module(module), factory)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise InputError(f"agent {name!r} cannot be loaded: {error}") from None
+        return made
     if name not in AGENTS:
-        raise InputError(f"agent {name!r} does not exist; there is: {', '.join(AGENTS)}")
+        raise InputError(
+            f"agent {name!r} does not exist; there is: {', '.join(AGENTS)}; or module:factory"
+        )
     if name in NEEDS_TABLE:
         if replay is None or not replay.models:
             raise InputError(f"agent {name} learns from a route table; give one with --table")

@@ -38,6 +38,7 @@ from routepilot.training.effort import Effort, preset
 if TYPE_CHECKING:
     from routepilot.training.collect import CorpusModel
     from routepilot.training.enough import Stop
+    from routepilot.training.inputs import NamedModel
 
 zoo_app = typer.Typer(help="The corpus: list, export and check its models.", no_args_is_help=True)
 app.add_typer(zoo_app, name="zoo")
@@ -160,7 +161,11 @@ def collect(
         "table.parquet"
     ),
     models: Annotated[
-        str, typer.Option(help="zoo, variants, or zoo names or ONNX files separated by commas.")
+        str,
+        typer.Option(
+            help="zoo, variants, or zoo names and ONNX files separated by commas;"
+            " FAMILY=FILE for files of one family."
+        ),
     ] = "zoo",
     backend: BackendOpt = "cpu",
     threads: ThreadsOpt = 1,
@@ -331,5 +336,26 @@ def _corpus(models: str, seed: int) -> list[CorpusModel]:
     else:
         names = {entry.name for entry in (*zoo.ENTRIES, *zoo.VARIANTS)}
         texts = [f"zoo:{text}" if text in names else text for text in listed(models)]
-    prepared = [prepare_model(text, None, None, seed) for text in texts]
-    return [CorpusModel(named.model, named.family, named.trained) for named in prepared]
+    corpus = []
+    for text in texts:
+        family, path = family_and_model(text)
+        named = prepare_model(path, None, None, seed)
+        corpus.append(CorpusModel(named.model, family or own_family(named), named.trained))
+    return corpus
+
+
+def family_and_model(text: str) -> tuple[str, str]:
+    """`FAMILY=MODEL` taken apart; the family is empty where none is given."""
+    family, equals, path = text.partition("=")
+    if not equals or os.path.exists(text) or os.sep in family:
+        return "", text
+    if not family.strip() or not path.strip():
+        raise InputError(f"model {text!r} is not of the form MODEL or FAMILY=MODEL")
+    return family.strip(), path.strip()
+
+
+def own_family(named: NamedModel) -> str:
+    """The family of a model of the corpus; any other model is a family of its own."""
+    from routepilot.training.inputs import UNKNOWN_FAMILY
+
+    return named.model.name if named.family == UNKNOWN_FAMILY else named.family
