@@ -89,7 +89,7 @@ def test_a_page_runs_from_top_to_bottom(page: Path, tiny_file: Path) -> None:
         assert ended.returncode == 0, f"{command}: {ended.stdout}{ended.stderr}"
 
     for match in BLOCK.finditer(text):
-        before = SAVED.findall(text[:match.start()][-200:])
+        before = SAVED.findall(text[: match.start()][-200:])
         if match[1] == "python" and before:
             (folder / before[-1]).write_text(match[2], encoding="utf-8")
         elif match[1] == "python":

@@ -163,7 +163,7 @@ def collect(
     models: Annotated[
         str,
         typer.Option(
-            help="zoo, variants, or zoo names and ONNX files separated by commas;"
+            help="zoo, variants, or zoo names, ONNX files and prepared folders, by commas;"
             " FAMILY=FILE for files of one family."
         ),
     ] = "zoo",
@@ -195,6 +195,9 @@ def collect(
     workers: Annotated[
         int, typer.Option(help="Models measured at once, each pinned to a core of its own.")
     ] = 1,
+    cores: Annotated[
+        str | None, typer.Option(help="Cores to pin them to, by commas; the first when absent.")
+    ] = None,
     deadline: DeadlineOpt = 120.0,
     seed: SeedOpt = 0,
     quiet: QuietOpt = False,
@@ -219,6 +222,7 @@ def collect(
     from routepilot.training.session import SessionConfig
     from routepilot.training.view import CollectView
 
+    pinned = _cores(cores, workers, threads)
     if threads * workers > (os.cpu_count() or 1):
         raise InputError(
             f"{workers} workers of {threads} threads need {threads * workers} cores and there are"
@@ -265,7 +269,7 @@ def collect(
                 out.parent / f"{out.stem}-work",
                 neighbourhood=around,
                 repeats=repeats,
-                cores=tuple(range(workers)) if threads == 1 else (),
+                cores=pinned,
                 on_progress=hear,
                 should_stop=lambda: stop.is_set() or time.monotonic() >= end,
                 until=until,
@@ -292,6 +296,23 @@ def collect(
         console.print_json({"table": str(out), "models": len(table.models), "routes": len(plan)})
     else:
         console.out.print(f"written: {out} ({len(table.models)} models)", markup=False)
+
+
+def _cores(text: str | None, workers: int, threads: int) -> list[int | None]:
+    """The core of each worker; None leaves engines of several threads to the system."""
+    if text is None:
+        return [number if threads == 1 else None for number in range(workers)]
+    here = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    given = [item.strip() for item in text.split(",")]
+    numbers = [int(item) for item in given if item.isascii() and item.isdigit()]
+    if len(numbers) != len(given) or not set(numbers) <= set(here):
+        raise InputError(f"--cores {text!r} names no cores of this machine; it has {here}")
+    if len(set(numbers)) != workers or threads > 1:
+        raise InputError(
+            f"--cores {text!r} is for {workers} workers of {threads} threads; name one core for"
+            " each worker of one thread"
+        )
+    return list(numbers)
 
 
 def _names(text: str | None) -> list[str]:
