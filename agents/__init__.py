@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from routepilot.env.errors import InputError
@@ -61,8 +62,10 @@ def check_name(name: str) -> None:
     Raises:
         InputError: It is not in `AGENTS`, or it is the oracle.
     """
-    if name not in AGENTS:
-        raise InputError(f"agent {name!r} does not exist; there is: {', '.join(AGENTS)}")
+    if name not in AGENTS and ":" not in name:
+        raise InputError(
+            f"agent {name!r} does not exist; there is: {', '.join(AGENTS)}; or module:factory"
+        )
     if name == "oracle":
         raise InputError(
             "agent oracle knows the outcomes of a recorded model beforehand: it runs in"
@@ -76,7 +79,8 @@ def make_factory(
     """What makes an agent of a name for any problem; learning from a table happens here, once.
 
     Args:
-        name: A name of `AGENTS`.
+        name: A name of `AGENTS`, or `module:factory` of an agent that is not ours; the factory is
+            called with the problem.
         replay: Replay of a route table, for the names of `NEEDS_TABLE`.
         policy: Policy, for the names of `NEEDS_POLICY`.
 
@@ -84,6 +88,13 @@ def make_factory(
         InputError: Unknown name, or what the agent needs is missing or of another kind.
         MissingExtraError: A package is missing.
     """
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        try:
+            made: AgentFactory = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise InputError(f"agent {name!r} cannot be loaded: {error}") from None
+        return made
     check_name(name)
     if name in NEEDS_TABLE:
         if replay is None or not replay.models:

@@ -62,6 +62,10 @@ class IErrorRecorder: ...
 class IProgressMonitor: ...
 
 
+class IProfiler:
+    def report_layer_time(self, layer_name: str, ms: float) -> None: ...
+
+
 class ITimingCache:
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -78,6 +82,7 @@ class IBuilderConfig:
         self.pools: dict[Any, int] = {}
         self.profiles: list[Any] = []
         self.progress_monitor: Any = None
+        self.profiling_verbosity = "LAYER_NAMES_ONLY"
 
     @property
     def build_route(self) -> str:
@@ -134,6 +139,9 @@ class FakeTensorRT(types.ModuleType):
     """
 
     ILogger, IErrorRecorder, IProgressMonitor = ILogger, IErrorRecorder, IProgressMonitor
+    IProfiler = IProfiler
+    ProfilingVerbosity = types.SimpleNamespace(DETAILED="DETAILED")
+    LayerInformationFormat = types.SimpleNamespace(JSON="JSON")
     BuilderFlag = types.SimpleNamespace(
         TF32="TF32",
         SPARSE_WEIGHTS="SPARSE_WEIGHTS",
@@ -285,7 +293,8 @@ class Builder:
             if n.startswith(("builder_", "tiling_", "max_"))
         }
         plan = {"path": network.path, "route": acting, "levers": levers}
-        return json.dumps({**plan, "flags": sorted(config.flags)}).encode()
+        plan |= {"flags": sorted(config.flags), "verbosity": config.profiling_verbosity}
+        return json.dumps(plan).encode()
 
 
 class Runtime:
@@ -297,17 +306,29 @@ class Runtime:
             plan = json.loads(data)
             delays = self._module.delays
             found = [delays[token] for token in plan["route"] if token in delays]
-            return Engine(plan["path"], min(found, default=delays.get("", 0.0)))
+            delay = min(found, default=delays.get("", 0.0))
+            return Engine(plan["path"], delay, plan["verbosity"], plan["route"])
         except (ValueError, KeyError):
             self._logger.log(Log.Severity.ERROR, "Magic tag does not match")
             return None
 
 
 class Engine:
-    def __init__(self, path: str, delay_ms: float) -> None:
+    """Its layers are the nodes of the file, with the route for a tactic; all take equal time."""
+
+    def __init__(self, path: str, delay_ms: float, verbosity: str, route: list[str]) -> None:
+        import onnx
         import onnxruntime
 
-        self.delay_ms = delay_ms
+        self.delay_ms, self._verbosity = delay_ms, verbosity
+        self.layers = [
+            {
+                "Name": f"{node.op_type}_{place}",
+                "LayerType": "CaskConvolution" if node.op_type == "Conv" else "kgen",
+                "TacticName": f"sm90_{' '.join(route) or 'default'}",
+            }
+            for place, node in enumerate(onnx.load(path, load_external_data=False).graph.node)
+        ]
 
         self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         self._inputs = {i.name: i for i in self._session.get_inputs()}
@@ -330,12 +351,22 @@ class Engine:
     def create_execution_context(self) -> Context:
         return Context(self)
 
+    def create_engine_inspector(self) -> Engine:
+        return self
+
+    def get_engine_information(self, form: str) -> str:
+        told: list[Any] = self.layers
+        if self._verbosity != "DETAILED":
+            told = [layer["Name"] for layer in self.layers]
+        return json.dumps({"Layers": told, "Bindings": list(self._inputs)})
+
 
 class Context:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._places: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self.profiler: Any = None
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         self._shapes[name] = tuple(shape)
@@ -360,6 +391,10 @@ class Context:
         names = list(self._engine._outputs)
         for name, array in zip(names, self._engine._session.run(names, inputs), strict=True):
             self._view(name, array.shape)[...] = array
+        if self.profiler is not None:
+            names = [layer["Name"] for layer in self._engine.layers]
+            for name in [*names, "Reformatting CopyNode"]:
+                self.profiler.report_layer_time(name, self._engine.delay_ms / len(names))
         return True
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-#: Drawing area, in SVG units.
-WIDTH, HEIGHT, MARGIN = 640, 260, 48
+#: Drawing area, in SVG units: its size, the room above and below the axes, and beside them.
+WIDTH, HEIGHT, MARGIN, LEFT, RIGHT = 640, 276, 54, 72, 28
 
 #: Speed-ups worth a grid line.
 TICKS = (0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
-#: Most ticks of an axis.
-MOST_TICKS = 12
+#: Most ticks of an axis, and units between two of the other: a phone's text is 24 high.
+MOST_TICKS, TICK_ROOM = 6, 25
 
 
 def best_so_far(trials: list[dict[str, Any]], *, seconds: bool) -> dict[str, Any]:
@@ -30,11 +30,11 @@ def best_so_far(trials: list[dict[str, Any]], *, seconds: bool) -> dict[str, Any
         [sum(spent[: i + 1]) for i in range(len(spent))] if seconds else _count(trials)
     )
     speedups = [t["speedup"] if t["status"] == "ok" and t["speedup"] else None for t in trials]
-    scale = _Speed([s for s in speedups if s])
+    scale = _Speed([s for s in speedups if s] + _best_ends(trials))
     end: float = max([*where, 1.0 if not seconds else 1e-3])
 
     def x(value: float) -> float:
-        return MARGIN + (WIDTH - 2 * MARGIN) * value / end
+        return LEFT + (WIDTH - LEFT - RIGHT) * value / end
 
     best = (1.0, 1.0, 1.0)
     steps, band = [f"M {x(0):.1f} {scale.y(1.0):.1f}"], [(x(0), best)]
@@ -61,6 +61,17 @@ def best_so_far(trials: list[dict[str, Any]], *, seconds: bool) -> dict[str, Any
     }
 
 
+def _best_ends(trials: list[dict[str, Any]]) -> list[float]:
+    """Ends of the interval of every best so far, which the band must hold."""
+    ends: list[float] = []
+    best = 1.0
+    for trial in trials:
+        if trial["status"] == "ok" and (trial["speedup"] or 0.0) > best:
+            best = trial["speedup"]
+            ends += [e for e in (trial.get("speedup_low"), trial.get("speedup_high")) if e]
+    return ends
+
+
 def frontier(trials: list[dict[str, Any]], limit: float) -> dict[str, Any]:
     """Speed-up against error, with the gate's limit and the front of what passes it.
 
@@ -78,7 +89,7 @@ def frontier(trials: list[dict[str, Any]], limit: float) -> dict[str, Any]:
     high = math.log10(max([p[0] for p in points] + [limit])) + 0.3
 
     def x(loss: float) -> float:
-        return MARGIN + (WIDTH - 2 * MARGIN) * (math.log10(loss) - low) / (high - low)
+        return LEFT + (WIDTH - LEFT - RIGHT) * (math.log10(loss) - low) / (high - low)
 
     front: list[tuple[float, float]] = []
     for loss, speedup, trial in sorted(points, key=lambda p: (p[0], -p[1])):
@@ -95,7 +106,7 @@ def frontier(trials: list[dict[str, Any]], limit: float) -> dict[str, Any]:
         "limit": limit,
         "x_ticks": [
             {"x": x(10.0**power), "text": f"1e{power}"}
-            for power in range(math.ceil(low), math.floor(high) + 1)
+            for power in _powers(math.ceil(low), math.floor(high))
         ],
         "x_label": "error (relative L2)",
     }
@@ -114,14 +125,30 @@ class _Speed:
         return HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * inside
 
     def ticks(self) -> list[dict[str, Any]]:
-        shown = [t for t in TICKS if self._low <= math.log(t) <= self._high]
-        every = math.ceil(len(shown) / 7)
-        kept = [t for i, t in enumerate(shown) if t == 1 or (i - shown.index(1)) % every == 0]
-        return [{"y": self.y(t), "text": f"{t:g}x", "is_default": t == 1} for t in kept]
+        kept: list[float] = []
+        # The default's 1 first, then outward from it, whatever has room.
+        for tick in sorted(TICKS, key=lambda t: abs(math.log(t))):
+            place = self.y(tick)
+            has_room = all(abs(place - self.y(other)) >= TICK_ROOM for other in kept)
+            if self._low <= math.log(tick) <= self._high and has_room:
+                kept.append(tick)
+        return [{"y": self.y(t), "text": f"{t:g}x", "is_default": t == 1} for t in sorted(kept)]
 
 
 def _area(scale: _Speed) -> dict[str, Any]:
-    return {"width": WIDTH, "height": HEIGHT, "margin": MARGIN, "y_ticks": scale.ticks()}
+    return {
+        "width": WIDTH,
+        "height": HEIGHT,
+        "margin": MARGIN,
+        "left": LEFT,
+        "right": WIDTH - RIGHT,
+        "y_ticks": scale.ticks(),
+    }
+
+
+def _powers(low: int, high: int) -> range:
+    """Powers of ten for an axis, no more than fit."""
+    return range(low, high + 1, max(1, math.ceil((high - low + 1) / MOST_TICKS)))
 
 
 def _count(trials: list[dict[str, Any]]) -> list[float]:

@@ -82,6 +82,12 @@ AllowOpt = Annotated[
 SecondsOpt = Annotated[
     float | None, typer.Option(help="Seconds of building and measuring to spend.")
 ]
+UntilNoiseOpt = Annotated[
+    bool,
+    typer.Option(
+        "--until-noise", help="Stop once the expected gain is below what timing can tell."
+    ),
+]
 OutOpt = Annotated[Path, typer.Option("--out", "-o", help="Folder for results.")]
 OptionOpt = Annotated[
     list[str] | None,
@@ -111,6 +117,11 @@ SlotOpt = Annotated[
 DeadlineOpt = Annotated[float, typer.Option(help="Seconds one build with its timing may take.")]
 
 
+def listed(text: str | None) -> list[str]:
+    """The names of an option that takes several, separated by commas."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
 @app.command()
 def tune(
     model: ModelArg,
@@ -123,12 +134,7 @@ def tune(
     effort: EffortOpt = Effort.STANDARD,
     max_builds: BuildsOpt = None,
     max_seconds: SecondsOpt = None,
-    until_noise: Annotated[
-        bool,
-        typer.Option(
-            "--until-noise", help="Stop once the expected gain is below what timing can tell."
-        ),
-    ] = False,
+    until_noise: UntilNoiseOpt = False,
     allow: AllowOpt = None,
     shape: ShapeOpt = None,
     inputs: InputsOpt = None,
@@ -163,14 +169,15 @@ def tune(
     from routepilot.training.report import write_report
     from routepilot.training.session import SessionConfig
     from routepilot.training.tune import tune as run
-    from routepilot.training.view import SearchView, why_text
+    from routepilot.training.view import SearchView
 
     chosen = preset(effort)
     builds = chosen.builds if max_builds is None else max_builds
     gate = gate_from_options(metric, tolerance, limit)
     options, routes = backend_options(option), route_expression(expression, expression_file)
     prepared = prepare_model(model, shape, inputs, seed).model
-    with SearchView(f"tune {prepared.name}", builds, quiet=json or quiet) as view:
+    title, silent = f"tune {prepared.name}", quiet or json
+    with SearchView(title, builds, max_seconds=max_seconds, quiet=silent) as view:
         result = run(
             prepared,
             backend=backend,
@@ -192,9 +199,7 @@ def tune(
             expression=routes,
             say=view.say,
             on_outcome=view.outcome,
-            on_ask=lambda number, route, why: view.asking(
-                number, route, why_text(*why) if why else ""
-            ),
+            on_ask=view.asking,
         )
     write_report(out)
     if json:
@@ -234,6 +239,7 @@ def compare(
     effort: EffortOpt = Effort.STANDARD,
     max_builds: BuildsOpt = None,
     max_seconds: SecondsOpt = None,
+    until_noise: UntilNoiseOpt = False,
     allow: AllowOpt = None,
     shape: ShapeOpt = None,
     inputs: InputsOpt = None,
@@ -258,6 +264,8 @@ def compare(
     """Run several agents on a model at equal budgets.
 
     With --workers or --ray agents run at once; what two ask for is built by the first all the same.
+    --max-builds and --max-seconds are of each agent. With --until-noise those that can say what
+    they expect (ppo, two-way-gp, greedy, thompson) may stop before; the others spend it all.
 
     Example: routepilot compare zoo:ddddocr --agents default,ppo,fast,random --max-builds 6
     """
@@ -272,6 +280,7 @@ def compare(
     from routepilot.training.search import Budget
     from routepilot.training.session import SessionConfig
     from routepilot.training.slots import measuring_slots
+    from routepilot.training.view import CompareView
 
     chosen = preset(effort)
     builds = chosen.builds if max_builds is None else max_builds
@@ -285,30 +294,30 @@ def compare(
     )
     routes = route_expression(expression, expression_file)
     named = prepare_model(model, shape, inputs, seed)
-    names = [name.strip() for name in agents.split(",") if name.strip()]
-    quiet = quiet or json
-    say = (lambda _: None) if quiet else console.say
+    wanted, title = listed(agents), f"compare on {named.model.name}"
+    silent = quiet or json
     by_turns = workers is None and ray is None and slot is None
     with (
         nullcontext()
         if by_turns
-        else measuring_slots(config, workers, ray=ray, needs=slot, say=say) as pool,
-        console.Steps(f"compare on {named.model.name}", builds, quiet=quiet) as steps,
+        else measuring_slots(
+            config, workers, ray=ray, needs=slot, say=console.sayer(silent)
+        ) as pool,
+        CompareView(title, wanted, builds, max_seconds=max_seconds, quiet=silent) as view,
     ):
         rows = run(
             named,
-            names,
-            Budget(builds, max_seconds),
+            wanted,
+            Budget(builds, max_seconds, chosen.plan.half_width if until_noise else None),
             config,
             out,
             table=table,
             policy=policy,
             seed=seed,
             expression=routes,
-            say=say,
-            on_outcome=lambda agent, number, outcome: steps.step(
-                number, f"{agent}: {console.outcome_text(outcome)}", note=agent
-            ),
+            say=view.say,
+            on_outcome=view.outcome,
+            on_ask=view.asking,
             pool=pool,
         )
     if json:
@@ -455,6 +464,7 @@ def demo(
     out: OutOpt = Path("routepilot-demo"),
     max_builds: Annotated[int, typer.Option(help="Routes each agent may build.")] = 6,
     seed: SeedOpt = 0,
+    quiet: QuietOpt = False,
     json: JsonOpt = False,
 ) -> None:
     """Train a policy, then tune a model it never saw.
@@ -465,7 +475,7 @@ def demo(
     """
     from routepilot.training.demo import run_demo
 
-    run_demo(out, max_builds=max_builds, seed=seed, as_json=json)
+    run_demo(out, max_builds=max_builds, seed=seed, quiet=quiet, as_json=json)
 
 
 def main() -> None:

@@ -5,8 +5,8 @@ Imported by `cli.main`, which owns the application object.
 
 from __future__ import annotations
 
-import itertools
 import math
+import os
 import signal
 import threading
 import time
@@ -20,23 +20,28 @@ from routepilot.env.errors import InputError
 from routepilot.training.cli import (
     AllowOpt,
     BackendOpt,
+    DeadlineOpt,
     EffortOpt,
     ExpressionFileOpt,
     ExpressionOpt,
     JsonOpt,
     OptionOpt,
+    QuietOpt,
     RayOpt,
     SecondsOpt,
     SeedOpt,
     SlotOpt,
     ThreadsOpt,
+    UntilNoiseOpt,
     app,
+    listed,
 )
 from routepilot.training.effort import Effort, preset
 
 if TYPE_CHECKING:
     from routepilot.training.collect import CorpusModel, Progress
-    from routepilot.training.console import Steps
+    from routepilot.training.enough import Stop
+    from routepilot.training.inputs import NamedModel
 
 zoo_app = typer.Typer(help="The corpus: list, export and check its models.", no_args_is_help=True)
 app.add_typer(zoo_app, name="zoo")
@@ -90,6 +95,7 @@ def zoo_export(
     names: Annotated[
         str | None, typer.Option(help="Models, separated by commas; all when absent.")
     ] = None,
+    quiet: QuietOpt = False,
 ) -> None:
     """Write the corpus as prepared model folders: model.onnx, input sets, references.
 
@@ -101,7 +107,7 @@ def zoo_export(
 
     chosen = _names(names)
     ensure_folder(out)
-    with console.Steps("export", len(chosen)) as steps:
+    with console.Steps("export", len(chosen), quiet=quiet) as steps:
         done = 0
 
         def hear(name: str) -> None:
@@ -160,7 +166,8 @@ def collect(
     models: Annotated[
         str,
         typer.Option(
-            help="zoo, variants, or zoo names, ONNX files or prepared folders, by commas."
+            help="zoo, variants, or zoo names, ONNX files and prepared folders, by commas;"
+            " FAMILY=FILE for files of one family."
         ),
     ] = "zoo",
     backend: BackendOpt = "cpu",
@@ -173,6 +180,13 @@ def collect(
     expression: ExpressionOpt = None,
     expression_file: ExpressionFileOpt = None,
     max_seconds: SecondsOpt = None,
+    until_noise: UntilNoiseOpt = False,
+    known: Annotated[
+        str | None,
+        typer.Option(
+            help="Route table that --until-noise starts from; the backend's released one if absent."
+        ),
+    ] = None,
     allow: AllowOpt = None,
     controls: Annotated[int, typer.Option(help="Rebuilds of the default a model.")] = 3,
     neighbours: Annotated[
@@ -193,15 +207,17 @@ def collect(
     ] = None,
     ray: RayOpt = None,
     slot: SlotOpt = None,
-    deadline: Annotated[float, typer.Option(help="Seconds one build may take.")] = 120.0,
+    deadline: DeadlineOpt = 120.0,
     seed: SeedOpt = 0,
+    quiet: QuietOpt = False,
     json: JsonOpt = False,
 ) -> None:
     """Measure many routes on many models into a table.
 
     Runs unattended; every outcome is on disk at once, beside the table, and the same command
-    again continues. After --max-seconds the table holds what there is. Keep the machine quiet
-    meanwhile.
+    again continues. After --max-seconds the table holds what there is. With --until-noise a model
+    is left as soon as nothing worth a build is expected of its routes; a table to learn from is
+    better whole. Keep the machine quiet meanwhile.
 
     Example: routepilot collect -o cpu.parquet --models zoo --routes 128 --neighbours 32 --workers 2
     """
@@ -213,6 +229,7 @@ def collect(
     from routepilot.training.inputs import backend_options, route_expression
     from routepilot.training.session import SessionConfig
     from routepilot.training.slots import measuring_slots, read_cores
+    from routepilot.training.view import CollectView
 
     if cores is not None and ray is not None:
         raise InputError("--cores names cores of this machine; leave it out with --ray")
@@ -230,30 +247,36 @@ def collect(
     wanted = route_expression(expression, expression_file)
     count = preset(effort).routes if routes is None else routes
     end = math.inf if max_seconds is None else time.monotonic() + max_seconds
-    say = (lambda _: None) if json else console.say
+    around = collecting.Neighbourhood(count=neighbours)
+    repeats = collecting.Repeats(controls, recheck)
+    until = _stop(known, backend) if until_noise else None
+    silent = quiet or json
     stop = threading.Event()
     previous = signal.signal(signal.SIGINT, lambda *_: stop.set())
     try:
-        with measuring_slots(config, workers, cores=pinned, ray=ray, needs=slot, say=say) as pool:
+        with measuring_slots(
+            config, workers, cores=pinned, ray=ray, needs=slot, say=console.sayer(silent)
+        ) as pool:
             catalog, target = pool.compiler(config)
             plan = (
                 collecting.plan_routes(catalog, count, seed)
                 if wanted is None
                 else lay_out(read_expression(wanted, catalog), catalog, "collect")
             )
-            total = len(corpus) * (len(plan) + neighbours + controls + 1)
-            with console.Steps("collect", total, quiet=json) as steps:
+            total = len(corpus) * collecting.planned_builds(len(plan), around, repeats)
+            with CollectView("collect", total, max_seconds=max_seconds, quiet=silent) as view:
                 collecting.collect(
                     corpus,
                     store,
                     config,
                     plan,
                     out.parent / f"{out.stem}-work",
-                    neighbourhood=collecting.Neighbourhood(count=neighbours),
-                    repeats=collecting.Repeats(controls, recheck),
+                    neighbourhood=around,
+                    repeats=repeats,
                     slots=pool.slots,
-                    on_progress=_hearing(steps),
+                    on_progress=_in_turn(view.step),
                     should_stop=lambda: stop.is_set() or time.monotonic() >= end,
+                    until=until,
                 )
             facts = pool.facts()
     finally:
@@ -270,6 +293,7 @@ def collect(
             "neighbours": neighbours,
             "controls": controls,
             "recheck": recheck,
+            "until_noise": until_noise,
             **facts,
         },
     )
@@ -280,23 +304,15 @@ def collect(
         console.out.print(f"written: {out} ({len(table.models)} models)", markup=False)
 
 
-def _hearing(steps: Steps) -> Callable[[Progress], None]:
-    """Shows the steps of a collection, which come from any thread."""
-    from routepilot.training import console
+def _in_turn(hear: Callable[[Progress], None]) -> Callable[[Progress], None]:
+    """Lets steps through one at a time; they come from any thread."""
+    lock = threading.Lock()
 
-    lock, done = threading.Lock(), itertools.count(1)
-
-    def hear(progress: Progress) -> None:
+    def one(progress: Progress) -> None:
         with lock:
-            step = next(done)
-            where = f"{progress.model} {progress.done}/{progress.planned}"
-            if progress.error:
-                steps.step(step, f"{where} given up: {progress.error}")
-            elif progress.outcome is not None:
-                text = console.outcome_text(progress.outcome)
-                steps.step(step, f"{where} {text}", note=progress.model)
+            hear(progress)
 
-    return hear
+    return one
 
 
 def _names(text: str | None) -> list[str]:
@@ -304,7 +320,26 @@ def _names(text: str | None) -> list[str]:
 
     if text is None:
         return [entry.name for entry in (*zoo.ENTRIES, *zoo.VARIANTS)]
-    return [zoo.entry(name.strip()).name for name in text.split(",") if name.strip()]
+    return [zoo.entry(name).name for name in listed(text)]
+
+
+def _stop(known: str | None, backend: str) -> Stop:
+    """What ends a model of a collection at the noise.
+
+    Raises:
+        InputError: No table is given and none is released for the backend.
+    """
+    from routepilot.env.tables import load_table
+    from routepilot.training.defaults import find_table, released_name, released_tables
+    from routepilot.training.enough import Stop
+
+    name = known or released_name(backend)
+    if known is None and name not in released_tables():
+        raise InputError(
+            f"--until-noise starts from a route table and none is released for {backend}; give one"
+            " with --known, or drop --until-noise"
+        )
+    return Stop(load_table(find_table(name)))
 
 
 def _corpus(models: str, seed: int) -> list[CorpusModel]:
@@ -321,7 +356,27 @@ def _corpus(models: str, seed: int) -> list[CorpusModel]:
         texts = [f"zoo:{entry.name}" for entry in wanted]
     else:
         names = {entry.name for entry in (*zoo.ENTRIES, *zoo.VARIANTS)}
-        given = [text.strip() for text in models.split(",") if text.strip()]
-        texts = [f"zoo:{text}" if text in names else text for text in given]
-    prepared = [prepare_model(text, None, None, seed) for text in texts]
-    return [CorpusModel(named.model, named.family, named.trained) for named in prepared]
+        texts = [f"zoo:{text}" if text in names else text for text in listed(models)]
+    corpus = []
+    for text in texts:
+        family, path = family_and_model(text)
+        named = prepare_model(path, None, None, seed)
+        corpus.append(CorpusModel(named.model, family or own_family(named), named.trained))
+    return corpus
+
+
+def family_and_model(text: str) -> tuple[str, str]:
+    """`FAMILY=MODEL` taken apart; the family is empty where none is given."""
+    family, equals, path = text.partition("=")
+    if not equals or os.path.exists(text) or os.sep in family:
+        return "", text
+    if not family.strip() or not path.strip():
+        raise InputError(f"model {text!r} is not of the form MODEL or FAMILY=MODEL")
+    return family.strip(), path.strip()
+
+
+def own_family(named: NamedModel) -> str:
+    """The family of a model of the corpus; any other model is a family of its own."""
+    from routepilot.training.inputs import UNKNOWN_FAMILY
+
+    return named.model.name if named.family == UNKNOWN_FAMILY else named.family

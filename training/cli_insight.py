@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from routepilot.training.cli import JsonOpt, SeedOpt, app
+from routepilot.training.cli import JsonOpt, QuietOpt, SeedOpt, app
 
 if TYPE_CHECKING:
+    from routepilot.env.backends.layers import Layers
     from routepilot.training.explain import Explanation
 
 #: Operators shown of each engine.
@@ -22,6 +23,7 @@ SHOWN = 12
 @app.command()
 def explain(
     run: Annotated[Path, typer.Argument(help="Folder that `routepilot tune -o` wrote.")],
+    quiet: QuietOpt = False,
     json: JsonOpt = False,
 ) -> None:
     """Say why the winner of a run is fast.
@@ -35,7 +37,7 @@ def explain(
     from routepilot.training import console
     from routepilot.training.explain import explain as work
 
-    found = work(run, say=(lambda _: None) if json else console.say)
+    found = work(run, say=console.sayer(quiet or json))
     if json:
         console.print_json(found.as_json())
         return
@@ -44,6 +46,7 @@ def explain(
 
 def _print(found: Explanation) -> None:
     from routepilot.training import console
+    from routepilot.training.explain import COSTLIEST
 
     rows = []
     for knob in found.knobs:
@@ -52,13 +55,13 @@ def _print(found: Explanation) -> None:
             effect = console.ratio_text(knob.effect, knob.low, knob.high)
         rows.append((f"{knob.knob}={knob.value}", knob.verdict, effect, knob.reason))
     console.print_table(
-        f"{found.model}: {found.route or 'the default route'}; {found.builds} builds",
+        f"{found.model}: {str(found.route) or 'the default route'}; {found.builds} builds",
         ("knob", "verdict", "speed-up it brings", "without it"),
         rows,
     )
     if not found.route.is_default:
         console.out.print(
-            f"as fast with: {found.minimal or 'the default route'}"
+            f"as fast with: {str(found.minimal) or 'the default route'}"
             f" ({console.speedup_text(*found.minimal_speedup)})",
             markup=False,
         )
@@ -70,21 +73,53 @@ def _print(found: Explanation) -> None:
         "engines from the inside: milliseconds by operator (nodes)",
         ("operator", *(name for name, _ in engines)),
         [
-            *(
-                (k, *(f"{e.by_kind().get(k, 0.0):.4f} ({e.nodes.get(k, 0)})" for _, e in engines))
-                for k in shown
-            ),
-            ("sum of layers", *(f"{e.sum_ms:.4f}" for _, e in engines)),
+            *((k, *(_spent_text(e, k) for _, e in engines)) for k in shown),
+            ("sum of layers", *(_sum_text(e) for _, e in engines)),
             ("end to end", *(f"{e.end_to_end_ms:.4f}" for _, e in engines)),
             ("end to end, profiled", *(f"{e.profiled_ms:.4f}" for _, e in engines)),
         ],
     )
+    for name, engine in engines:
+        console.print_table(
+            f"costliest layers of the {'default engine' if name == 'default' else name}",
+            ("layer", "operator", "kernel", "ms", "of the sum"),
+            [
+                (
+                    layer.name,
+                    layer.kind,
+                    layer.kernel,
+                    f"{layer.milliseconds:.4f}",
+                    f"{100 * layer.milliseconds / max(engine.sum_ms, 1e-9):.0f} %",
+                )
+                for layer in engine.costliest(COSTLIEST)
+            ],
+        )
     if found.models:
         console.print_table(
             "models that the policy reasoned from",
-            ("model", "likeness"),
-            [(name, f"{value:.3f}") for name, value in found.models],
+            ("model", "likeness", "the winner's route there", "best there"),
+            [
+                (
+                    model.name,
+                    f"{model.likeness:.3f}",
+                    f"{model.speedup:.2f}x" if model.speedup else model.status or "not on record",
+                    f"{model.best_speedup:.2f}x with {model.best or 'the default route'}",
+                )
+                for model in found.models
+            ],
         )
+
+
+def _spent_text(layers: Layers, kind: str) -> str:
+    """Milliseconds and nodes of an operator; empty where the engine has none of it."""
+    spent, nodes = layers.by_kind().get(kind, 0.0), layers.nodes.get(kind, 0)
+    return f"{spent:.4f} ({nodes})" if spent or nodes else ""
+
+
+def _sum_text(layers: Layers) -> str:
+    """The sum of the layers' times, and what share of the profiled whole it is."""
+    share = 100 * layers.sum_ms / layers.profiled_ms if layers.profiled_ms else 0.0
+    return f"{layers.sum_ms:.4f} ({share:.0f} % of the profiled whole)"
 
 
 @app.command()

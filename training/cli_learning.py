@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from routepilot.training.cli import JsonOpt, RayOpt, SeedOpt, app
+from routepilot.training.cli import JsonOpt, QuietOpt, RayOpt, SeedOpt, app, listed
 from routepilot.training.effort import Effort, preset
 
 
@@ -28,7 +28,7 @@ def later_families(families: tuple[str, ...], learn_from: str) -> tuple[str, ...
 
 def names(text: str | None) -> list[str] | None:
     """Names separated by commas; None where the option is absent."""
-    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+    return None if text is None else listed(text)
 
 
 @app.command()
@@ -71,6 +71,10 @@ def train(
     max_seconds: Annotated[
         float | None, typer.Option(help="Stop training after this many seconds.")
     ] = None,
+    until_noise: Annotated[
+        bool,
+        typer.Option("--until-noise", help="Stop once scores rise by less than they scatter."),
+    ] = False,
     name: Annotated[str | None, typer.Option(help="Name of the policy.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything.")] = None,
     set_: Annotated[
@@ -80,6 +84,7 @@ def train(
     tensorboard: Annotated[
         Path | None, typer.Option(help="Folder for TensorBoard's scalars (extra board).")
     ] = None,
+    quiet: QuietOpt = False,
     json: JsonOpt = False,
 ) -> None:
     """Train a policy on a route table, or on several.
@@ -110,6 +115,7 @@ def train(
         "validation": names(validation),
         "steps": steps if effort is None or steps is not None else preset(effort).steps,
         "max_seconds": max_seconds,
+        "until_noise": until_noise or None,
         "name": name,
         "seed": seed,
     }
@@ -130,7 +136,7 @@ def train(
         gate=recipe.gate,
         source=files,
         tensorboard=tensorboard,
-        say=(lambda _: None) if json else console.say,
+        say=console.sayer(quiet or json),
     )
     if json:
         console.print_json(result.as_json())
@@ -175,6 +181,7 @@ def evaluate(
     ] = None,
     ray: RayOpt = None,
     seed: SeedOpt = 0,
+    quiet: QuietOpt = False,
     json: JsonOpt = False,
 ) -> None:
     """Compare agents by replay, one family held out, or the families of a split.
@@ -206,7 +213,7 @@ def evaluate(
     if workers is not None and workers < 1:
         raise InputError(f"{workers} workers are not allowed; give 1 or more")
     source = load_table(find_table(table))
-    say = (lambda _: None) if json else console.say
+    say = console.sayer(quiet or json)
     given = None if policy is None else find_policy(policy)
     wanted = list(dict.fromkeys([*wanted, *(["ppo"] if given is not None else [])]))
     subject = find_subject(wanted, subject)

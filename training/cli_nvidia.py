@@ -15,9 +15,11 @@ from routepilot.training.cli import (
     InputsOpt,
     JsonOpt,
     ModelArg,
+    QuietOpt,
     SeedOpt,
     ShapeOpt,
     app,
+    listed,
 )
 
 #: What a sweep by TensorRT-RTX does not say.
@@ -43,6 +45,7 @@ def live(
     shape: ShapeOpt = None,
     inputs: InputsOpt = None,
     seed: SeedOpt = 0,
+    quiet: QuietOpt = False,
     json: JsonOpt = False,
 ) -> None:
     """Say which TensorRT knobs change the engine of a model.
@@ -59,13 +62,12 @@ def live(
     from routepilot.training.inputs import prepare_model
 
     prepared = prepare_model(model, shape, inputs, seed).model
-    names = [name.strip() for name in knobs.split(",") if name.strip()] if knobs else None
-    with console.Steps(f"live {prepared.name}", 1, quiet=json) as steps:
+    with console.Steps(f"live {prepared.name}", 1, quiet=quiet or json) as steps:
         found = run(
             prepared,
             compute_capability=capability,
             jobs=jobs,
-            knobs=names,
+            knobs=listed(knobs) or None,
             cache=cache,
             progress=lambda done, total: steps.quietly(done, total),
         )

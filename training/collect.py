@@ -21,6 +21,7 @@ from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route, combine
 from routepilot.env.store import RecordStore
+from routepilot.training.enough import Stop
 from routepilot.training.manifest import manifest
 from routepilot.training.session import Place, Session, SessionConfig
 from routepilot.training.slots import Slot, share_out
@@ -85,6 +86,9 @@ class Progress:
         planned: Outcomes planned for it.
         outcome: The newest outcome; None when it was on record already.
         error: Why the model was given up; empty otherwise.
+        building: The route whose build begins now; None where a build ended.
+        why: Why it is built.
+        is_last: True once nothing is left to do for the model, fewer builds than planned or not.
     """
 
     model: str
@@ -92,6 +96,9 @@ class Progress:
     planned: int
     outcome: Outcome | None = None
     error: str = ""
+    building: Route | None = None
+    why: str = ""
+    is_last: bool = False
 
 
 def plan_routes(catalog: Catalog, count: int, seed: int = 0) -> list[Route]:
@@ -145,6 +152,7 @@ def collect(
     slots: Sequence[Slot] = (Slot(cpu=0),),
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    until: Stop | None = None,
 ) -> None:
     """Measure `routes` on `models`; what is on record already is not measured again.
 
@@ -160,6 +168,7 @@ def collect(
             that is lost for good gives its model to the others.
         on_progress: Hears every step, from any thread.
         should_stop: Asked before every build; True ends the run with everything saved.
+        until: Ends a model's `routes` before their end; its repeats follow all the same.
     """
     report = on_progress or (lambda _: None)
 
@@ -174,6 +183,7 @@ def collect(
             repeats,
             report,
             should_stop,
+            until,
             slot.place,
         )
 
@@ -190,9 +200,10 @@ def _collect_model(
     plan: Repeats,
     report: Callable[[Progress], None],
     should_stop: Callable[[], bool],
+    until: Stop | None,
     place: Place | None,
 ) -> None:
-    planned = len(routes) + around.count + plan.controls + 1
+    name, planned = entry.model.name, planned_builds(len(routes), around, plan)
     with (
         RecordStore(store_path) as store,
         Session(
@@ -207,26 +218,54 @@ def _collect_model(
     ):
         done = 0
         try:
+            if not session.is_known(DEFAULT_ROUTE):
+                report(Progress(name, done, planned, building=DEFAULT_ROUTE, why="the default"))
             session.default()
             done += 1
+            report(Progress(name, done, planned))
             built = list(routes)
-            for route in itertools.chain(routes, _neighbours(session, built, around)):
+            watch = until.watch(session, entry.family, routes) if until is not None else None
+            for route, why in _planned(session, built, around):
                 if should_stop():
                     return
+                if watch is not None and watch.is_enough():
+                    break
                 fresh = not session.is_known(route)
+                if fresh:
+                    report(Progress(name, done, planned, building=route, why=why))
                 outcome = session.outcome(route)
+                if watch is not None:
+                    watch.tell(route, outcome)
                 done += 1
-                report(Progress(entry.model.name, done, planned, outcome if fresh else None))
-            for route, repeat in _repeats(session, built, plan):
+                report(Progress(name, done, planned, outcome if fresh else None))
+            known = [route for route in built if session.is_known(route)]
+            for route, repeat in _repeats(session, known, plan):
                 if should_stop():
                     return
+                report(Progress(name, done, planned, building=route, why="timed again"))
                 outcome, fresh = session.again(route, repeat)
                 done += 1
-                report(Progress(entry.model.name, done, planned, outcome if fresh else None))
+                report(Progress(name, done, planned, outcome if fresh else None))
+            report(Progress(name, done, planned, is_last=True))
         except LostSlotError:
             raise
         except RoutePilotError as error:
-            report(Progress(entry.model.name, done, planned, error=str(error)))
+            report(Progress(name, done, planned, error=str(error)))
+
+
+def planned_builds(routes: int, around: Neighbourhood, repeats: Repeats) -> int:
+    """Builds of a model at most: the default, `routes` common ones, what lies around, repeats."""
+    again = min(repeats.best, routes + around.count) * len(repeats.limits)
+    return 1 + routes + around.count + repeats.controls + again
+
+
+def _planned(
+    session: Session, built: list[Route], around: Neighbourhood
+) -> Iterator[tuple[Route, str]]:
+    """The common routes, then those around the fastest, each with why it is built."""
+    yield from ((route, "common to all models") for route in list(built))
+    for route in _neighbours(session, built, around):
+        yield route, "one knob from a fast route"
 
 
 def _neighbours(session: Session, built: list[Route], around: Neighbourhood) -> Iterator[Route]:

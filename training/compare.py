@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from routepilot.agents import NEEDS_POLICY, NEEDS_TABLE, check_name, make_agent, make_factory
+from routepilot.agents.base import Agent, Expecting
 from routepilot.env.backends.recorded import Replay
-from routepilot.env.errors import PolicyError
+from routepilot.env.errors import InputError, PolicyError
 from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
 from routepilot.env.routes import Route
@@ -35,6 +36,12 @@ from routepilot.training.slots import Slot, SlotPool, share_out
 
 if TYPE_CHECKING:
     from routepilot.agents.policy import LoadedPolicy
+
+#: What an agent believes of a route: log speed-up, its standard deviation, chance to be accurate.
+Belief = tuple[float, float, float]
+
+#: Hears an agent, its build's number, the route, and what the agent believes of it.
+OnAgentAsk = Callable[[str, int, Route, Belief | None], None]
 
 #: Agents compared when none are named.
 DEFAULT_AGENTS = ("default", "ppo", "fast", "random")
@@ -94,6 +101,7 @@ def run_agents(
     expression: str | Path | None = None,
     say: Say = silent,
     on_outcome: Callable[[str, int, Outcome], None] | None = None,
+    on_ask: OnAgentAsk | None = None,
 ) -> Mapping[str, AgentResult]:
     """Run agents one after the other on the session's model.
 
@@ -108,16 +116,36 @@ def run_agents(
         expression: As in `tune`.
         say: Hears one line an agent.
         on_outcome: Hears agent, build number and outcome.
+        on_ask: Hears agent, build number, route and what the agent believes of it.
+
+    Raises:
+        InputError: The budget ends at the noise, and no agent has an expectation to stop by.
 
     Returns:
         Agent name -> its row, in the order given.
     """
     replay = Replay(table, session.config.gate) if table is not None else None
     searches: dict[str, Search] = {}
+    made: dict[str, Agent] = {}
     for name in dict.fromkeys(agents):
+        problem = make_problem(
+            session, name, budget.max_builds, seed, expression=expression, say=say
+        )
+        made[name] = make_agent(name, problem, replay=replay, policy=policy)
+    if budget.min_gain is not None and not any(isinstance(a, Expecting) for a in made.values()):
+        raise InputError(
+            f"none of the agents {', '.join(made)} has an expectation to stop by; drop"
+            " --until-noise, or add one of ppo, two-way-gp, greedy and thompson"
+        )
+    for name, agent in made.items():
         say(f"agent {name}")
-        searches[name] = _search(
-            session, name, budget, replay, policy, seed, expression, say, on_outcome
+        searches[name] = run_search(
+            session,
+            agent,
+            budget,
+            use_incumbent=False,
+            on_outcome=partial(on_outcome, name) if on_outcome is not None else None,
+            on_ask=partial(on_ask, name) if on_ask is not None else None,
         )
     say(CONFIRMING)
     answers = {key: confirm_best(session, found) for key, found in _answers(searches).items()}
@@ -139,6 +167,7 @@ def run_agents_at_once(
     expression: str | Path | None = None,
     say: Say = silent,
     on_outcome: Callable[[str, int, Outcome], None] | None = None,
+    on_ask: OnAgentAsk | None = None,
 ) -> Mapping[str, AgentResult]:
     """Run agents at once, each in a slot; what two ask for is built by the first.
 
@@ -159,6 +188,7 @@ def run_agents_at_once(
         expression: As in `run_agents`.
         say: Hears one line an agent, from any thread.
         on_outcome: As in `run_agents`, from any thread, one call at a time.
+        on_ask: Likewise.
     """
     replay = Replay(table, config.gate) if table is not None else None
     sharing, lock = Sharing(), threading.Lock()
@@ -182,11 +212,24 @@ def run_agents_at_once(
             if on_outcome is not None:
                 on_outcome(name, number, outcome)
 
+    def hear_ask(name: str, number: int, route: Route, belief: Belief | None) -> None:
+        with lock:
+            if on_ask is not None:
+                on_ask(name, number, route, belief)
+
     def search(slot: Slot, name: str) -> None:
         with opened(slot) as session:
             say(f"agent {name}")
-            searches[name] = _search(
-                session, name, budget, replay, policy, seed, expression, say, hear
+            problem = make_problem(
+                session, name, budget.max_builds, seed, expression=expression, say=say
+            )
+            searches[name] = run_search(
+                session,
+                make_agent(name, problem, replay=replay, policy=policy),
+                budget,
+                use_incumbent=False,
+                on_outcome=partial(hear, name),
+                on_ask=partial(hear_ask, name),
             )
 
     def confirm(slot: Slot, answer: tuple[tuple[Route, ...], list[Outcome]]) -> None:
@@ -198,25 +241,6 @@ def run_agents_at_once(
     searches = {name: searches[name] for name in dict.fromkeys(agents)}
     share_out(_answers(searches).items(), slots, confirm)
     return _rows(searches, answers)
-
-
-def _search(
-    session: Session,
-    name: str,
-    budget: Budget,
-    replay: Replay | None,
-    policy: LoadedPolicy | None,
-    seed: int,
-    expression: str | Path | None,
-    say: Say,
-    on_outcome: Callable[[str, int, Outcome], None] | None,
-) -> Search:
-    """Let one agent spend the budget."""
-    problem = make_problem(session, name, budget.max_builds, seed, expression=expression, say=say)
-    agent = make_agent(name, problem, replay=replay, policy=policy)
-    return run_search(
-        session, agent, budget, use_incumbent=False, on_outcome=_bind(on_outcome, name)
-    )
 
 
 def _answers(searches: Mapping[str, Search]) -> dict[tuple[Route, ...], list[Outcome]]:
@@ -250,6 +274,7 @@ def compare(
     expression: str | Path | None = None,
     say: Say = silent,
     on_outcome: Callable[[str, int, Outcome], None] | None = None,
+    on_ask: OnAgentAsk | None = None,
     pool: SlotPool | None = None,
 ) -> Mapping[str, AgentResult]:
     """Compare agents on a model and write `comparison.json` into `out`.
@@ -266,6 +291,7 @@ def compare(
         expression: As in `tune`.
         say: Hears remarks.
         on_outcome: Hears agent, build number and outcome.
+        on_ask: Hears agent, build number, route and what the agent believes of it.
         pool: Slots for agents at once; one after the other, on no particular core, when None.
     """
     for name in agents:
@@ -285,6 +311,7 @@ def compare(
         expression=expression,
         say=say,
         on_outcome=on_outcome,
+        on_ask=on_ask,
     )
     facts = manifest(
         seed=seed,
@@ -350,11 +377,3 @@ def _sources(
     if family:
         say(f"the family {family} is left out of what agents know, since it is the model's own")
     return known, loaded
-
-
-def _bind(
-    on_outcome: Callable[[str, int, Outcome], None] | None, name: str
-) -> Callable[[int, Outcome], None] | None:
-    if on_outcome is None:
-        return None
-    return lambda number, outcome: on_outcome(name, number, outcome)

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,11 @@ def print_json(data: object) -> None:
 def say(text: str) -> None:
     """One remark on standard error."""
     err.print(escape(text))
+
+
+def sayer(quiet: bool) -> Callable[[str], None]:
+    """`say`, or what says nothing."""
+    return (lambda _: None) if quiet else say
 
 
 def speedup_text(value: float, low: float, high: float) -> str:

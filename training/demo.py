@@ -23,6 +23,7 @@ from routepilot.training.search import Budget
 from routepilot.training.session import SessionConfig
 from routepilot.training.train import TrainConfig, train
 from routepilot.training.tune import tune
+from routepilot.training.view import CompareView, SearchView
 
 #: A trained voice detector from a PyPI package; its family is held out of everything.
 MODEL = "silero_vad"
@@ -34,14 +35,17 @@ TRAIN_SECONDS = 60.0
 AGENTS = ("default", "ppo", "fast", "random")
 
 
-def run_demo(out: Path, *, max_builds: int = 6, seed: int = 0, as_json: bool = False) -> None:
+def run_demo(
+    out: Path, *, max_builds: int = 6, seed: int = 0, quiet: bool = False, as_json: bool = False
+) -> None:
     """Train, compare, and print one table and two sentences.
 
     Args:
         out: Folder for the policy and the records.
         max_builds: Builds each agent may spend.
         seed: Seed of training and agents.
-        as_json: Print JSON instead of the table.
+        quiet: Print the result alone.
+        as_json: Print JSON instead of the table, and nothing else.
 
     Raises:
         MissingExtraError: The demo's model is not installed.
@@ -51,7 +55,8 @@ def run_demo(out: Path, *, max_builds: int = 6, seed: int = 0, as_json: bool = F
     missing = zoo.available(entry)
     if missing is not None:
         raise MissingExtraError(f"the demo's model {MODEL} is not here: {missing}")
-    say = (lambda _: None) if as_json else console.say
+    silent = quiet or as_json
+    say = console.sayer(silent)
     folder = ensure_folder(out)
     table = load_table(find_table("cpu"))
     say(
@@ -67,18 +72,19 @@ def run_demo(out: Path, *, max_builds: int = 6, seed: int = 0, as_json: bool = F
         say=say,
     )
     named = prepare_model(f"zoo:{MODEL}", None, None, seed)
-    with console.Steps(f"tune {MODEL}", max_builds, quiet=as_json) as steps:
+    with SearchView(f"tune {MODEL}", max_builds, quiet=silent) as search:
         tune(
             named.model,
             policy=str(trained.path),
             max_builds=max_builds,
             out=folder,
             seed=seed,
-            say=say,
-            on_outcome=lambda number, outcome: steps.step(number, console.outcome_text(outcome)),
+            say=search.say,
+            on_outcome=search.outcome,
+            on_ask=search.asking,
         )
     write_report(folder)
-    with console.Steps(f"compare on {MODEL}", max_builds, quiet=as_json) as steps:
+    with CompareView(f"compare on {MODEL}", AGENTS, max_builds, quiet=silent) as comparison:
         rows = compare(
             named,
             AGENTS,
@@ -87,10 +93,9 @@ def run_demo(out: Path, *, max_builds: int = 6, seed: int = 0, as_json: bool = F
             folder,
             policy=str(trained.path),
             seed=seed,
-            say=say,
-            on_outcome=lambda agent, number, outcome: steps.step(
-                number, f"{agent}: {console.outcome_text(outcome)}", note=agent
-            ),
+            say=comparison.say,
+            on_outcome=comparison.outcome,
+            on_ask=comparison.asking,
         )
     if as_json:
         console.print_json({"agents": {name: row.as_json() for name, row in rows.items()}})

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from routepilot.env.accuracy import Gate, regate
 from routepilot.env.backends.layers import Layers
+from routepilot.env.backends.recorded import ModelReplay
 from routepilot.env.errors import InputError, RoutePilotError
 from routepilot.env.outcomes import Measurement, Outcome
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
@@ -25,6 +27,9 @@ from routepilot.training.session import Say, Session, silent
 
 #: Training models named.
 NEAREST = 5
+
+#: Layers of each engine that are shown one by one.
+COSTLIEST = 8
 
 #: Inferences that a profile is the mean of.
 INFERENCES = 20
@@ -78,6 +83,31 @@ class Dropped:
 
 
 @dataclass(frozen=True)
+class Precedent:
+    """A training model that the policy reasoned from.
+
+    Attributes:
+        name: Its name.
+        likeness: Its likeness with the model at hand, in 0..1.
+        speedup: What the winner's route did there; None where that is not on record, or failed.
+        status: What came of that route there; empty where it is not on record.
+        best: Route that did best there at the run's accuracy limit; empty for the default.
+        best_speedup: Its speed-up.
+    """
+
+    name: str
+    likeness: float
+    speedup: float | None
+    status: str
+    best: str
+    best_speedup: float
+
+    def as_json(self) -> dict[str, object]:
+        """Plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What `explain` found.
 
@@ -90,7 +120,7 @@ class Explanation:
         builds: Engines built to find this out.
         default: The default engine from the inside; None if it does not show.
         winner: The winner's.
-        models: Training models by likeness: name and likeness in 0..1. Empty for agents without.
+        models: Training models by likeness; empty for agents that know none.
     """
 
     model: str
@@ -101,7 +131,7 @@ class Explanation:
     builds: int
     default: Layers | None
     winner: Layers | None
-    models: tuple[tuple[str, float], ...]
+    models: tuple[Precedent, ...]
 
     def as_json(self) -> dict[str, object]:
         """Plain data: `explanation.json`."""
@@ -122,7 +152,7 @@ class Explanation:
                 for name, layers in (("default", self.default), ("winner", self.winner))
                 if layers is not None
             },
-            "models": [{"name": name, "likeness": value} for name, value in self.models],
+            "models": [model.as_json() for model in self.models],
         }
 
 
@@ -159,8 +189,11 @@ def explain(folder: Path, *, say: Say = silent) -> Explanation:
             say("looking into the default engine and the winner")
             default = session.worker.layers(DEFAULT_ROUTE, INFERENCES)
             winner = session.worker.layers(route, INFERENCES) if not route.is_default else default
-            builds = bench.builds + (1 if route.is_default else 2)
-            models = _models(session, run)
+            looked = [default] if route.is_default else [default, winner]
+            builds = bench.builds + sum(
+                1 + (one.builds if one is not None else 0) for one in looked
+            )
+            models = _models(session, run, route)
     finally:
         for path in folder.glob(f".{EXPLANATION}.sqlite*"):
             path.unlink()
@@ -180,7 +213,7 @@ class _Bench:
     def trial(self, route: Route) -> Outcome:
         """The outcome of a route."""
         self.builds += 1
-        self._say(f"building {route or 'the default route'}")
+        self._say(f"building {str(route) or 'the default route'}")
         return self._worker.trial(route) if not route.is_default else self._worker.control()
 
 
@@ -283,8 +316,8 @@ def _objection(catalog: Catalog, route: Route) -> str:
         return str(error)
 
 
-def _models(session: Session, run: Run) -> tuple[tuple[str, float], ...]:
-    """Training models that the run's agent leaned on."""
+def _models(session: Session, run: Run, winner: Route) -> tuple[Precedent, ...]:
+    """Training models that the run's agent leaned on, and what the winner's route did there."""
     from routepilot.env.surrogate import Surrogate
 
     choice = choose_agent(session, policy=run.policy, agent=run.agent)
@@ -294,7 +327,25 @@ def _models(session: Session, run: Run) -> tuple[tuple[str, float], ...]:
         surrogate = Surrogate(choice.replay)
     else:
         return ()
-    return tuple(surrogate.nearest(session.features, NEAREST))
+    known = {model.card.name: model for model in surrogate.models}
+    near = surrogate.nearest(session.features, NEAREST)
+    return tuple(_precedent(known[name], likeness, run.gate, winner) for name, likeness in near)
+
+
+def _precedent(model: ModelReplay, likeness: float, gate: Gate, winner: Route) -> Precedent:
+    judged = [regate(outcome, gate) for outcome in model.outcomes]
+    best = max(judged, key=lambda outcome: outcome.gain, default=None)
+    gain = best.gain if best is not None else 0.0
+    there = judged[model.index[winner]] if winner in model.index else None
+    measured = there.measurement if there is not None and there.is_feasible else None
+    return Precedent(
+        model.card.name,
+        likeness,
+        measured.speedup if measured is not None else 1.0 if winner.is_default else None,
+        there.status.value if there is not None else "",
+        str(best.route) if best is not None and gain > 0 else "",
+        math.exp(gain),
+    )
 
 
 def _engine(layers: Layers) -> Mapping[str, object]:
@@ -302,6 +353,7 @@ def _engine(layers: Layers) -> Mapping[str, object]:
         **layers.as_json(),
         "by_kind": layers.by_kind(),
         "sum_ms": layers.sum_ms,
+        "costliest": [asdict(layer) for layer in layers.costliest(COSTLIEST)],
     }
 
 

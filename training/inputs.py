@@ -14,6 +14,9 @@ from routepilot.env.accuracy import Gate
 from routepilot.env.errors import InputError
 from routepilot.env.models import Model, is_bundle, parse_shape, prepare, read_input_sets
 
+#: Family of a model that is not of the corpus.
+UNKNOWN_FAMILY = "unknown"
+
 
 @dataclass(frozen=True)
 class NamedModel:
@@ -26,7 +29,7 @@ class NamedModel:
     """
 
     model: Model
-    family: str = "unknown"
+    family: str = UNKNOWN_FAMILY
     trained: bool = True
 
 

@@ -74,6 +74,7 @@ def render(
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["ratio"] = lambda value: f"{value:.3f}x"
     environment.filters["short"] = lambda value: f"{value:.3g}"
+    environment.filters["words"] = lambda value: str(value).replace("_", " ")
     trials = result["trials"]
     return environment.from_string(template).render(
         result=result,
@@ -85,58 +86,97 @@ def render(
         comparison=comparison if _is_same(comparison, result) else None,
         explanation=explanation,
         engines=_engines(explanation),
-        manifest=_flat(result["manifest"]),
+        manifest=_flat(
+            {
+                "fingerprint": result["fingerprint"],
+                "target": {k: v for k, v in result["target"].items() if k != "device"},
+                **result["manifest"],
+            }
+        ),
+        forecast=result.get("forecast") or None,
+        best_words=_best_words(result),
     )
 
 
 def summary(result: dict[str, Any], comparison: dict[str, Any] | None = None) -> str:
-    """A result in Markdown, short enough for a pull request."""
-    target = result["target"]
-    lines = [f"### RoutePilot: {_cell(result['model'])}", ""]
-    if result["is_default"]:
-        lines.append(f"The default route stays: {_cell(result.get('note', ''))}.")
-    else:
-        lines.append(
-            f"**{result['speedup']:.2f}x** ({result['speedup_low']:.2f} to"
-            f" {result['speedup_high']:.2f}, 95 %) over the default route, confirmed with fresh"
-            " builds and other inputs."
-        )
-        lines += ["", f"    {result['route']}"]
-    lines += [
-        "",
-        f"{result['backend']} on {_cell(target['device'])}; {result['builds']} routes built,"
-        f" {result['seconds']:.0f} s; default latency {result['default_latency_ms']:.3g} ms.",
-        "",
-        "| # | route | outcome | speed-up | error (rel. L2) | build s |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for number, trial in enumerate(result["trials"], 1):
-        speedup = f"{trial['speedup']:.2f}x" if trial["speedup"] else ""
-        loss = trial["losses"].get("rel_l2", "")
-        error = f"{loss:.1e}" if isinstance(loss, float) else loss
-        lines.append(
-            f"| {number} | `{_cell(trial['route'])}` | {trial['status']} | {speedup} | {error} |"
-            f" {trial['build_seconds']:.2f} |"
-        )
+    """A result in Markdown, short enough for a pull request: what else there is folds away."""
+    lines = [f"### RoutePilot: {_cell(result['model'])}", "", *_answer_lines(result)]
     if comparison is not None and _is_same(comparison, result):
         lines += [
             "",
+            f"Agents compared, at most {comparison['max_builds']} builds each:",
+            "",
             "| agent | builds | confirmed speed-up | route |",
             "| --- | --- | --- | --- |",
+            *(_agent_line(name, row) for name, row in comparison["agents"].items()),
         ]
+    if result["trials"]:
+        failed = sum(trial["status"] != "ok" for trial in result["trials"])
         lines += [
-            f"| {_cell(name)} | {row['builds']} | {row['speedup']:.2f}x"
-            f" ({row['speedup_low']:.2f} to {row['speedup_high']:.2f}) |"
-            f" `{_cell(row['route'] or 'default')}` |"
-            for name, row in comparison["agents"].items()
+            "",
+            f"<details><summary>Every build ({len(result['trials'])}, {failed} of them failed)"
+            "</summary>",
+            "",
+            "| # | route | outcome | speed-up | error (rel. L2) | build s |",
+            "| --- | --- | --- | --- | --- | --- |",
+            *(_trial_line(number, trial) for number, trial in enumerate(result["trials"], 1)),
+            "",
+            "</details>",
         ]
     return "\n".join([*lines, ""])
 
 
+def _answer_lines(result: dict[str, Any]) -> list[str]:
+    """The answer and what it depends on."""
+    if result.get("state", "done") != "done":
+        lines = ["Not finished: nothing is confirmed yet."]
+    elif result["is_default"]:
+        lines = [f"The default route stays: {_cell(result.get('note', ''))}."]
+    else:
+        lines = [
+            f"**{result['speedup']:.2f}x** ({result['speedup_low']:.2f} to"
+            f" {result['speedup_high']:.2f}, 95 %) over the default route, confirmed with fresh"
+            " builds and other inputs:",
+            "",
+            f"    {_line(result.get('trtexec') or result['route'])}",
+        ]
+    gate = _gate(result)
+    limit = f"; {gate['metric']} below {gate['limit']:g}" if gate else ""
+    return [
+        *lines,
+        "",
+        f"{_cell(result['backend'])} on {_cell(result['target']['device'])}{limit};"
+        f" {result['builds']} routes built in {result['seconds']:.0f} s, chosen by"
+        f" {_cell(result['policy'])}; default latency {result['default_latency_ms']:.3g} ms.",
+    ]
+
+
+def _trial_line(number: int, trial: dict[str, Any]) -> str:
+    speedup = f"{trial['speedup']:.2f}x" if trial["speedup"] else ""
+    loss = trial["losses"].get("rel_l2", "")
+    error = f"{loss:.1e}" if isinstance(loss, float) else loss
+    return (
+        f"| {number} | `{_cell(trial['route'])}` | {_cell(trial['status']).replace('_', ' ')} |"
+        f" {speedup} | {error} | {trial['build_seconds']:.2f} |"
+    )
+
+
+def _agent_line(name: str, row: dict[str, Any]) -> str:
+    speedup = "1"
+    if row["route"]:
+        low, high = row["speedup_low"], row["speedup_high"]
+        speedup = f"{row['speedup']:.2f}x ({low:.2f} to {high:.2f})"
+    route = _cell(row["route"] or "default")
+    return f"| {_cell(name)} | {row['builds']} | {speedup} | `{route}` |"
+
+
+def _line(text: object) -> str:
+    return " ".join(str(text).split())
+
+
 def _cell(text: object) -> str:
     """Text for a Markdown table cell: one line, no bars, no markup of its own."""
-    line = " ".join(str(text).split())
-    return line.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+    return _line(text).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
 
 
 def _gate(result: dict[str, Any]) -> dict[str, Any]:
@@ -180,8 +220,23 @@ def _engines(explanation: dict[str, Any] | None) -> dict[str, Any] | None:
             for kind in shown
         ],
         "sums": [engine["sum_ms"] for engine in engines.values()],
+        "profiled": [engine["profiled_ms"] for engine in engines.values()],
         "whole": [engine["end_to_end_ms"] for engine in engines.values()],
+        "costliest": [(name, engine.get("costliest", [])) for name, engine in engines.items()],
     }
+
+
+def _best_words(result: dict[str, Any]) -> str:
+    """What the curves show, for who cannot see them."""
+    timed = [t for t in result["trials"] if t["status"] == "ok" and t["speedup"]]
+    best = max(timed, key=lambda t: float(t["speedup"]), default=None)
+    if best is None or best["speedup"] <= 1:
+        return f"None of {len(result['trials'])} builds measured faster than the default route."
+    place = result["trials"].index(best) + 1
+    return (
+        f"The best of {len(result['trials'])} builds measured {best['speedup']:.2f} times the"
+        f" default's speed, at build {place}; the table of builds has the figures."
+    )
 
 
 def _is_same(comparison: dict[str, Any] | None, result: dict[str, Any]) -> bool:
@@ -209,6 +264,8 @@ def _flat(data: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     for name, value in data.items():
         if isinstance(value, dict):
             rows += _flat(value, f"{prefix}{name} ")
+        elif isinstance(value, list):
+            rows.append((f"{prefix}{name}", ", ".join(map(str, value)) or "none"))
         elif isinstance(value, float) and math.isfinite(value):
             rows.append((f"{prefix}{name}", f"{value:.4g}"))
         else:

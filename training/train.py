@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,9 @@ from routepilot.training.session import Say, silent
 if TYPE_CHECKING:
     from routepilot.training.checkpointing import Checkpoint, Keeper
 
+#: Evaluations that training is judged by, with `until_noise`.
+WINDOW = 4
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -49,6 +53,8 @@ class TrainConfig:
     steps: int = 60_000
     #: Seconds after which training ends with what it has; None for no limit.
     max_seconds: float | None = None
+    #: End training once scores rise by less than they scatter (`has_settled`).
+    until_noise: bool = False
     #: Environments stepped together.
     environments: int = 8
     #: Steps of each environment between updates.
@@ -239,6 +245,7 @@ def train(
     if saved is not None and saved.phase == "ppo":
         run.best.restore(saved.notes["best"], restore_ppo(saved, model, envs))
         run.next = int(saved.notes["next"])
+        run.values = list(saved.notes.get("values", ()))
         say(f"goes on after {model.num_timesteps} steps")
     else:
         run.imitate(taught, saved)
@@ -280,6 +287,24 @@ def train(
         raise KeyboardInterrupt
     keeper.clear()
     return Trained(path, run.best.as_json(), steps, spent["seconds"], speed)
+
+
+def has_settled(scores: Sequence[float]) -> bool:
+    """True when scores no longer rise by more than they scatter.
+
+    A line through the last `WINDOW` scores rises by no more than its own standard error.
+
+    Args:
+        scores: Of the evaluations so far, in order.
+    """
+    if len(scores) < WINDOW:
+        return False
+    places = np.arange(WINDOW, dtype=float) - (WINDOW - 1) / 2
+    last = np.asarray(scores[-WINDOW:], float)
+    slope = float(places @ last / (places @ places))
+    residual = last - last.mean() - slope * places
+    variance = float(residual @ residual) / (WINDOW - 2)
+    return slope <= math.sqrt(variance / float(places @ places))
 
 
 def steps_per_second(env: RouteSelectionEnv, steps: int = 5000) -> float:
@@ -325,6 +350,8 @@ class _Run:
         self.exam, self.keeper, self.clock, self.say = exam, keeper, clock, say
         #: Steps at which the next evaluation is due.
         self.next = config.evaluate_every
+        #: Values of the evaluations so far.
+        self.values: list[float] = []
         self.interrupted = False
 
     @property
@@ -337,6 +364,11 @@ class _Run:
     def is_stale(self) -> bool:
         """Whether the validation families got nothing better for too long."""
         return self.exam == "validation" and self.best.stale >= self.config.patience
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether scores no longer rise, where that ends training."""
+        return self.config.until_noise and has_settled(self.values)
 
     def imitate(self, taught: Sequence[RouteSelectionEnv], saved: Checkpoint | None) -> None:
         """Learn from a teacher that knows which row is best."""
@@ -370,13 +402,19 @@ class _Run:
 
         value = self.best.consider(ppo.weights_of(self.model.policy.net))
         record_scores(self.model.logger, self.exam, self.best.last, value)
+        self.values.append(value)
         return value
 
     def keep(self) -> None:
         """Write down where PPO stands, between two rollouts."""
         from routepilot.training.checkpointing import ppo_checkpoint
 
-        notes = {"best": self.best.notes(), "next": self.next, "clock": self.clock.read()}
+        notes = {
+            "best": self.best.notes(),
+            "next": self.next,
+            "values": self.values,
+            "clock": self.clock.read(),
+        }
         self.keeper.save(ppo_checkpoint(self.model, self.envs, self.best.weights, notes))
 
     def improve(self) -> str:
@@ -406,7 +444,7 @@ class _Run:
 
             def _on_step(self) -> bool:
                 episodes.hear(self.locals["infos"])
-                return not (run.is_late or run.is_stale)
+                return not (run.is_late or run.is_stale or run.is_settled)
 
         self.clock.start_ppo()
         done = int(self.model.num_timesteps)
@@ -423,6 +461,8 @@ class _Run:
             return " (interrupted; the best so far is saved, and the same command goes on)"
         if self.is_stale:
             return f" (no better score in {self.best.stale} evaluations)"
+        if self.is_settled:
+            return " (scores rise by less than they scatter)"
         return " (the time is up)" if self.is_late else ""
 
 

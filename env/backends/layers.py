@@ -13,6 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from routepilot.env.backends.base import Tensors
 
+#: Inferences under the profiler that are not counted.
+PROFILE_WARMUP = 3
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -41,6 +44,7 @@ class Layers:
         end_to_end_ms: Median time of one inference without the profiler.
         profiled_ms: Mean time of one inference under the profiler.
         inferences: Inferences that the times are means of.
+        builds: Engines built besides, only to be looked into.
     """
 
     layers: tuple[Layer, ...]
@@ -48,11 +52,16 @@ class Layers:
     end_to_end_ms: float
     profiled_ms: float
     inferences: int
+    builds: int = 0
 
     @property
     def sum_ms(self) -> float:
         """Sum of the layers' times."""
         return sum(layer.milliseconds for layer in self.layers)
+
+    def costliest(self, count: int) -> tuple[Layer, ...]:
+        """The layers that take most time, largest first."""
+        return tuple(sorted(self.layers, key=lambda layer: -layer.milliseconds)[:count])
 
     def by_kind(self) -> dict[str, float]:
         """Milliseconds by operator, largest first."""

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepilot.env.backends.base import Tensors
-from routepilot.env.backends.layers import Layer, Layers
+from routepilot.env.backends.layers import PROFILE_WARMUP, Layer, Layers
 from routepilot.env.backends.recipes import Transformed
 from routepilot.env.models import fingerprint_of
 from routepilot.env.routes import Knob, Requirement
@@ -128,9 +128,6 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         if name != "-layout:nchwc"
     ),
 )
-
-#: Inferences under the profiler that are not counted.
-PROFILE_WARMUP = 3
 
 #: Session entries whose effect is seen in the optimised graph.
 _SEEN = {"session.enable_quant_qdq_cleanup"}

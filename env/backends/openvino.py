@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepilot.env.backends.base import Tensors
-from routepilot.env.backends.layers import Layer, Layers
-from routepilot.env.backends.onnxruntime import PROFILE_WARMUP, save_engine
+from routepilot.env.backends.layers import PROFILE_WARMUP, Layer, Layers
+from routepilot.env.backends.onnxruntime import save_engine
 from routepilot.env.backends.recipes import Transformed
 from routepilot.env.models import fingerprint_of
 from routepilot.env.routes import Knob
@@ -156,8 +156,10 @@ class OpenVinoEngine:
                     key = (info.node_name, info.node_type, info.exec_type)
                     spent[key] = spent.get(key, 0.0) + info.real_time.total_seconds() * 1e3
         profiled = (time.perf_counter() - started) * 1e3 / inferences
+        # The graph calls a slice StridedSlice and the profile Slice: one word for one thing.
+        words = {info.node_name: info.node_type for info in request.profiling_info}
         kinds = [
-            str(node.get_rt_info()["layerType"].astype(str))
+            words.get(node.get_friendly_name(), str(node.get_rt_info()["layerType"].astype(str)))
             for node in compiled.get_runtime_model().get_ordered_ops()
         ]
         return Layers(

@@ -13,7 +13,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping
-from functools import cached_property
+from contextlib import nullcontext
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from routepilot.env.backends.tensorrt_compiler import (
     LEVERS,
     Compiler,
     Network,
+    Plan,
     Settings,
     find_module,
     version_numbers,
@@ -219,15 +221,20 @@ class TensorRtBackend:
         levers = {n: v for n, v in route.settings if n in LEVERS}
         if self.options.optimization_level >= 0:
             levers[LEVEL] = str(self.options.optimization_level)
-        if self._gpu is None:
-            plan = compiler.compile(network, levers=levers, **{channel: flags})
-        else:
-            with self._gpu.lock():  # tactics are timed, and timings must not be disturbed
-                plan = compiler.compile(network, levers=levers, **{channel: flags})
+
+        def compile_plan(*, detailed: bool) -> Plan | BuildFailure:
+            # Tactics are timed, and timings must not be disturbed.
+            with self._gpu.lock() if self._gpu is not None else nullcontext():
+                return compiler.compile(
+                    network, levers=levers, detailed=detailed, **{channel: flags}
+                )
+
+        plan = compile_plan(detailed=False)
         if isinstance(plan, BuildFailure):
             return BuildFailure(plan.status, one_line(plan.reason))
         seconds = source.seconds + time.perf_counter() - start
-        return TensorRtEngine(self._trt, plan, model, self._gpu, seconds, source.path)
+        detailed = partial(compile_plan, detailed=True)
+        return TensorRtEngine(self._trt, plan, model, self._gpu, seconds, source.path, detailed)
 
     def _source(self, model: Model, precision: str, workdir: Path) -> Transformed | BuildFailure:
         scratch = workdir / ".precision"

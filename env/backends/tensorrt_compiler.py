@@ -240,6 +240,7 @@ class Compiler:
         build_route: str = "",
         flags: str = "",
         levers: Mapping[str, str] | None = None,
+        detailed: bool = False,
     ) -> Plan | BuildFailure:
         """Build a network once.
 
@@ -248,6 +249,7 @@ class Compiler:
             build_route: Tokens for `IBuilderConfig.build_route`.
             flags: Tokens for the environment variable `__LUNOWUD`; experimental.
             levers: Values of `LEVERS` that differ from their defaults.
+            detailed: Let the engine tell its layers' kinds and tactics (`tensorrt_layers.py`).
 
         Raises:
             InputError: Both channels are used at once.
@@ -257,10 +259,15 @@ class Compiler:
                 "a route goes through build_route or through __LUNOWUD, not through both, since"
                 " which one wins is not published; choose channel=build_route or channel=lunowud"
             )
-        return self.compile_both(network, build_route, flags, levers or {})
+        return self.compile_both(network, build_route, flags, levers or {}, detailed)
 
     def compile_both(
-        self, network: Network, build_route: str, flags: str, levers: Mapping[str, str]
+        self,
+        network: Network,
+        build_route: str,
+        flags: str,
+        levers: Mapping[str, str],
+        detailed: bool = False,
     ) -> Plan | BuildFailure:
         """`compile` that lets both channels through, for `doctor` to see which one wins."""
         self._ear.clear()
@@ -270,6 +277,8 @@ class Compiler:
             if refusal:
                 return BuildFailure(Status.REFUSED, refusal)
         monitor = self._configure(config, network, levers)
+        if detailed:
+            config.profiling_verbosity = self.trt.ProfilingVerbosity.DETAILED
         with _flags_set(flags), captured_output() as printed:
             # Only here: a network made under a recorder ends the process when it is freed
             # (TensorRT-RTX 1.7.1).

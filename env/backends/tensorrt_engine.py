@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from routepilot.env.backends.base import Tensors
+from routepilot.env.backends.base import BuildFailure, Tensors
+from routepilot.env.backends.layers import PROFILE_WARMUP, Layers
 from routepilot.env.backends.tensorrt_compiler import Plan, find_module
 from routepilot.env.backends.tensorrt_ear import Ear, captured_output
+from routepilot.env.backends.tensorrt_layers import make_profiler, mean_times, read_layers
 from routepilot.env.drafts import whole_file
 from routepilot.env.errors import InputError, MachineError
 from routepilot.env.gpu_timing import CudaFault, Gpu, GpuTimer
@@ -107,6 +112,29 @@ class Execution:
             self._timer.watch(before, self._gpu.condition())
         return times, self._timer.notes
 
+    def profile(self, inputs: Tensors, inferences: int) -> tuple[dict[str, float], float]:
+        """Mean milliseconds of each layer over some inferences, and of an inference as a whole.
+
+        Profiled launches run one by one, without a CUDA graph.
+        """
+        profiler = make_profiler(self._trt)
+        with self._gpu.lock():
+            self.run(inputs)
+            self._context.profiler = profiler
+            for number in range(inferences + PROFILE_WARMUP):
+                if number == PROFILE_WARMUP:
+                    start = time.perf_counter()
+                self._enqueue(self._stream)
+                self._gpu.wait(self._stream)
+            seconds = time.perf_counter() - start
+        return mean_times(profiler.rounds[-inferences:]), 1000 * seconds / inferences
+
+    def information(self) -> str:
+        """What the engine's inspector says of its layers, as JSON."""
+        inspector = self._engine.create_engine_inspector()
+        kind = self._trt.LayerInformationFormat.JSON
+        return str(inspector.get_engine_information(kind))
+
     def _rotations(self, inputs: Tensors) -> int:
         """Enough sets of input buffers to outgrow the L2 cache, within reason."""
         size = max(1, sum(array.nbytes for array in inputs.values()))
@@ -175,6 +203,7 @@ class TensorRtEngine:
         gpu: The device; None where there is none.
         build_seconds: Seconds of the build, transforms included.
         source: ONNX file that was built.
+        detailed: Builds the engine once more so that it tells its layers; None where it cannot.
 
     Attributes:
         notes: What the reader of its figures should know.
@@ -188,9 +217,10 @@ class TensorRtEngine:
         gpu: Gpu | None,
         build_seconds: float,
         source: Path,
+        detailed: Callable[[], Plan | BuildFailure] | None = None,
     ) -> None:
         self._trt, self._plan, self._model, self._gpu = trt, plan, model, gpu
-        self._source = source
+        self._source, self._detailed = source, detailed
         self.hash, self.build_seconds = plan.hash, build_seconds
         self.notes = list(plan.warnings)
         self._execution: Execution | None = None
@@ -221,6 +251,30 @@ class TensorRtEngine:
 
     def quiesce(self) -> None:
         """Nothing to do: an idle engine leaves the GPU alone."""
+
+    def layers(self, inputs: Tensors, inferences: int) -> Layers:
+        """Layers, their tactics and times, of the same engine built to tell; see `Layered`.
+
+        Raises:
+            MachineError: There is no GPU, or the second build fails.
+        """
+        alone = statistics.median(self.time(inputs, 0.2))
+        plan = self._detailed() if self._detailed is not None else self._plan
+        if isinstance(plan, BuildFailure):
+            raise MachineError(f"the engine cannot be built to be looked into: {plan.reason}")
+        assert self._gpu is not None  # `time` has run
+        execution = Execution(self._trt, plan.data, self._gpu)
+        try:
+            times, whole = execution.profile(inputs, inferences)
+            return read_layers(
+                execution.information(),
+                times,
+                end_to_end_ms=alone,
+                profiled_ms=whole,
+                inferences=inferences,
+            )
+        finally:
+            execution.close()
 
     def save(self, folder: Path) -> list[str]:
         """Write the plan, what it was built from, an input set and a script that runs them.

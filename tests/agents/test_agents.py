@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from routepilot.agents import AGENTS, NEEDS_POLICY, NEEDS_TABLE, make_factory
 from routepilot.agents.base import AgentFactory, Problem, search
 from routepilot.agents.conformance import check_agent
-from routepilot.agents.sweeps import MixedAgent, mixed_second_phase, random_route
+from routepilot.agents.sweeps import MixedAgent, RandomAgent, mixed_second_phase, random_route
 from routepilot.agents.transfer import greedy_coreset
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import InputError
@@ -134,3 +134,11 @@ def test_recentred_moves_to_what_it_found() -> None:
 def test_impossible_agents_are_refused(name: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         make_factory(name)
+
+
+def test_an_agent_that_is_not_ours_is_named_by_module_and_factory() -> None:
+    assert make_factory("routepilot.agents.sweeps:RandomAgent") is RandomAgent
+    with pytest.raises(InputError, match="cannot be loaded"):
+        make_factory("no_such_module:Agent")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        make_factory("routepilot.agents.sweeps:NoSuchAgent")

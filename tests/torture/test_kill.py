@@ -199,6 +199,55 @@ def test_tune_killed_at_any_moment(whom: str, place: Path) -> None:
     )
 
 
+def compare(place: Path, out: Path, agents: str) -> list[str]:
+    backend = ("--backend", "hostile_backend:make", "--agents", agents, "--deadline", "20")
+    return routepilot(
+        "compare", place / "hostile.onnx", "-o", out, *backend, "--max-builds", 6, "--json"
+    )
+
+
+def rows_of(text: str) -> dict[str, Any]:
+    """A comparison without its clock."""
+    rows = json.loads(text)["agents"]
+    return {n: {k: v for k, v in row.items() if k != "seconds"} for n, row in rows.items()}
+
+
+def test_compare_killed_at_any_moment(place: Path) -> None:
+    """Agents share outcomes, so a kill in one agent's search must not change another's."""
+    pytest.importorskip("optuna")
+    kills, done, runs = size("kills_of_compare", 3, 60), 0, 0
+    rng = random.Random(size("seed", 10, 10))
+    agents = "default,random,fast,recentred,tpe"
+    begun = time.monotonic()
+    wanted = rows_of(finish(compare(place, place / "whole", agents)))
+    seconds = time.monotonic() - begun
+    assert len(wanted) == 5
+    while done < kills:
+        out, struck, kept = place / f"compared-{runs}", 0, 0
+        while True:
+            process = start(compare(place, out, agents))
+            end = time.monotonic() + rng.uniform(0.2, 0.9) * seconds
+            while time.monotonic() < end and process.poll() is None:
+                time.sleep(0.003)
+            if process.poll() is None and struck < 3 and done < kills:
+                process.kill()
+                done, struck = done + 1, struck + 1
+            output, errors = process.communicate(timeout=240)
+            assert "Traceback" not in errors
+            nothing_runs(process.pid)
+            now = recorded(out / "records.sqlite")
+            assert now >= kept, "records were lost"
+            kept = now
+            if process.returncode == 0:
+                break
+        assert rows_of(output) == wanted
+        written = json.loads((out / "comparison.json").read_text())
+        assert rows_of(json.dumps(written)) == wanted
+        assert not drafts(out)
+        runs += 1
+    report("kill compare", kills=done, runs=runs)
+
+
 def test_collect_killed_at_any_moment(place: Path) -> None:
     kills, done, runs = size("kills_of_collect", 2, 50), 0, 0
     rng = random.Random(size("seed", 8, 8))

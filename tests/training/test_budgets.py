@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -13,17 +14,32 @@ import synthetic
 
 from routepilot.agents import make_agent
 from routepilot.agents.base import Expecting, Problem, search
+from routepilot.env.backends import load_backend
 from routepilot.env.backends.recorded import ModelReplay, Replay
 from routepilot.env.errors import InputError, TableError
+from routepilot.env.measure import TimingPlan
 from routepilot.env.models import Model
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import Route
 from routepilot.env.store import RecordStore
+from routepilot.env.tables import load_table
 from routepilot.training import machine
+from routepilot.training.collect import (
+    CorpusModel,
+    Repeats,
+    collect,
+    plan_routes,
+    table_from_store,
+)
+from routepilot.training.compare import compare
+from routepilot.training.defaults import find_table
 from routepilot.training.effort import Effort, preset
+from routepilot.training.enough import Stop
+from routepilot.training.inputs import NamedModel
 from routepilot.training.manifest import manifest
 from routepilot.training.search import Budget, run_search
 from routepilot.training.session import Session, SessionConfig
+from routepilot.training.train import has_settled
 from routepilot.training.tune import tune
 
 
@@ -64,6 +80,15 @@ class Replayed:
         return self._recorded[route]
 
 
+class Collected(Replayed):
+    """The same for a collection, which also looks at the catalog and the timing."""
+
+    def __init__(self, model: ModelReplay) -> None:
+        super().__init__(model)
+        self.catalog, self.features = synthetic.CATALOG, model.card.features
+        self.config = SessionConfig()
+
+
 @pytest.mark.parametrize("place", range(4))
 def test_a_search_stops_under_the_noise_and_misses_no_more_than_that(place: int) -> None:
     replay = Replay(synthetic.table())
@@ -86,6 +111,68 @@ def test_tune_tells_its_noise_floor(tiny: Model, tmp_path: Path) -> None:
 def test_until_noise_needs_an_agent_with_a_belief(tiny: Model, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="until-noise"):
         tune(tiny, out=tmp_path, agent="random", until_noise=True, max_builds=2)
+
+
+def test_a_comparison_stops_those_who_expect_and_lets_the_others_spend(
+    tiny: Model, tmp_path: Path
+) -> None:
+    budget = Budget(2, min_gain=5.0)  # nobody expects 150x
+    agents = ("two-way-gp", "random")
+    rows = compare(NamedModel(tiny), agents, budget, SessionConfig(), tmp_path)
+    assert [row.search.ended_by for row in rows.values()] == ["noise", "builds"]
+    assert [row.search.builds for row in rows.values()] == [0, 2]
+    with pytest.raises(InputError, match="random.*--until-noise.*two-way-gp"):
+        compare(NamedModel(tiny), ["random"], budget, SessionConfig(), tmp_path)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_model_of_a_collection_is_left_once_nothing_is_expected(place: int) -> None:
+    table = synthetic.table()
+    model = Replay(table).models[place]
+    session = cast(Session, Collected(model))
+    watch = Stop(table).watch(session, model.card.family, model.routes)
+    built = []
+    for route in model.routes:
+        if watch.is_enough():
+            break
+        outcome = session.outcome(route)
+        watch.tell(route, outcome)
+        built.append(outcome)
+    assert 0 < len(built) < len(model.routes)
+    assert max(outcome.gain for outcome in built) > model.oracle - 0.1
+
+
+def test_what_a_collection_expects_never_comes_from_its_own_family() -> None:
+    table = synthetic.table(2)
+    model = Replay(table).models[0]
+    with pytest.raises(InputError, match="family0"):
+        Stop(table).watch(cast(Session, Collected(model)), "family0", model.routes)
+
+
+def test_a_collection_until_the_noise_still_times_the_controls(tiny: Model, tmp_path: Path) -> None:
+    backend = load_backend("cpu", {})
+    routes = plan_routes(backend.catalog(), 1)[:4]
+    coarse = SessionConfig(plan=replace(TimingPlan(), precision=5.0))  # tells nothing apart
+    collect(
+        [CorpusModel(tiny, "toys", False)],
+        tmp_path / "s.sqlite",
+        coarse,
+        routes,
+        tmp_path / "work",
+        repeats=Repeats(controls=1),
+        until=Stop(load_table(find_table("cpu"))),
+    )
+    table = table_from_store(tmp_path / "s.sqlite", backend.target().key, [tiny.fingerprint], {})
+    assert {str(r): len(o) for r, o in table.outcomes[tiny.fingerprint].items()} == {"": 2}
+
+
+def test_training_settles_when_a_rise_drowns_in_the_scatter() -> None:
+    assert not has_settled([0.1, 0.2, 0.3]), "too few to tell"
+    assert not has_settled([0.0, 0.5, 0.4, 0.5, 0.6, 0.7]), "it still rises"
+    assert has_settled([0.1, 0.7, 0.701, 0.7, 0.701])
+    assert has_settled([0.7, 0.6, 0.5, 0.4]), "it falls"
+    assert has_settled([0.7, 0.7, 0.7, 0.7])
+    assert not has_settled([0.70, 0.70, 0.71, 0.71]), "slowly, and clearly"
 
 
 def test_records_of_another_target_are_refused_by_name_and_allowed_by_name(

@@ -8,8 +8,10 @@ import pytest
 
 from routepilot.env.accuracy import Gate, regate
 from routepilot.env.backends import load_backend
+from routepilot.env.errors import InputError
 from routepilot.env.models import Model
 from routepilot.env.routes import DEFAULT_ROUTE
+from routepilot.training.cli_corpus import family_and_model, own_family
 from routepilot.training.collect import (
     CorpusModel,
     Progress,
@@ -18,6 +20,7 @@ from routepilot.training.collect import (
     plan_routes,
     table_from_store,
 )
+from routepilot.training.inputs import NamedModel
 from routepilot.training.session import SessionConfig
 
 
@@ -77,3 +80,17 @@ def test_collection_resumes_where_it_stopped(tiny: Model, tmp_path: Path) -> Non
     assert (card.family, card.trained) == ("toys", False)
     assert card.default_latency_ms > 0
     assert table.manifest["seed"] == 0
+
+
+def test_a_model_of_ones_own_is_a_family_of_its_own_unless_told(tmp_path: Path) -> None:
+    folder = str(tmp_path / "odd=name.onnx")
+    assert family_and_model("a.onnx") == ("", "a.onnx")
+    assert family_and_model("nets=a.onnx") == ("nets", "a.onnx")
+    assert family_and_model(folder) == ("", folder), "a path may hold the sign"
+    with pytest.raises(InputError, match="FAMILY=MODEL"):
+        family_and_model("nets=")
+
+
+def test_families_of_own_models(tiny: Model) -> None:
+    assert own_family(NamedModel(tiny)) == tiny.name
+    assert own_family(NamedModel(tiny, "resnet")) == "resnet"

@@ -114,7 +114,7 @@ def test_explain_names_the_models_behind_the_policy(tiny_file: Path, tmp_path: P
     tune(tiny_file, out=out, max_builds=0)
     models = explain(out).models
     assert len(models) == 5
-    likeness = [value for _, value in models]
+    likeness = [model.likeness for model in models]
     assert likeness == sorted(likeness, reverse=True) and 0 <= likeness[-1] <= 1
 
 

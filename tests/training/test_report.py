@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,23 @@ def result(**changes: Any) -> dict[str, Any]:
         "trials": [trial("-engine=openvino"), trial("-graph=off", "crashed", None)],
         "manifest": {"seed": 0, "packages": {"numpy": "2"}},
         **changes,
+    }
+
+
+def explanation() -> dict[str, Any]:
+    layer = {"name": "a layer", "kind": "Conv", "kernel": "a kernel", "milliseconds": 1.5}
+    engine = {
+        **{"by_kind": {"Conv": 2.0}, "nodes": {"Conv": 3}, "sum_ms": 2.0, "end_to_end_ms": 2.5},
+        **{"profiled_ms": 3.0, "costliest": [layer]},
+    }
+    knob = {"knob": "-k", "value": "v", "verdict": "needed", "reason": "too far off"}
+    there = {"speedup": 1.25, "status": "ok", "best": "-there=1", "best_speedup": 1.5}
+    return {
+        "builds": 4,
+        "knobs": [{**knob, "speedup": None}],
+        "minimal": {"route": "", "speedup": 1.2},
+        "engines": {"default": engine, "winner": engine},
+        "models": [{"name": "a relative", "likeness": 0.5, **there}],
     }
 
 
@@ -150,20 +168,93 @@ def test_comparison_and_explanation_are_on_the_page() -> None:
         **{"builds": 2, "seconds": 1.0, "route": "", "speedup": 1.0},
         **{"speedup_low": 1.0, "speedup_high": 1.0},
     }
-    comparison = {"fingerprint": "f" * 64, "agents": {"some agent": row}}
-    engine = {"by_kind": {"Conv": 2.0}, "nodes": {"Conv": 3}, "sum_ms": 2.0, "end_to_end_ms": 2.5}
-    knob = {"knob": "-k", "value": "v", "verdict": "needed", "reason": "too far off"}
-    explanation = {
-        "builds": 4,
-        "knobs": [{**knob, "speedup": None}],
-        "minimal": {"route": "", "speedup": 1.2},
-        "engines": {"default": engine, "winner": engine},
-        "models": [{"name": "a relative", "likeness": 0.5}],
-    }
-    page = render(result(), comparison, explanation)
-    for words in ("some agent", "too far off", "sum of layers", "a relative"):
+    comparison = {"fingerprint": "f" * 64, "max_builds": 2, "agents": {"some agent": row}}
+    page = render(result(), comparison, explanation())
+    for words in ("some agent", "too far off", "sum of all layers", "a relative", "a kernel"):
         assert words in page
+    assert "1.250x" in page and "-there=1" in page, "what the winner's route did there"
     assert "some agent" not in render(result(), {**comparison, "fingerprint": "other"})
+    text = summary(result(), comparison)
+    assert "| some agent | 2 | 1 | `default` |" in text
+
+
+class Structure(HTMLParser):
+    """Tables, headings of cells, pictures and identifiers of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+def test_a_screen_reader_finds_captions_headings_and_words_for_pictures() -> None:
+    row = {"builds": 2, "seconds": 1.0, "route": "", "speedup": 1.0}
+    row |= {"speedup_low": 1.0, "speedup_high": 1.0}
+    comparison = {"fingerprint": "f" * 64, "max_builds": 2, "agents": {"ppo": row}}
+    route = {"route": "-a=1", "chance": 0.5, "speedup": 1.2, "low": 1.0, "high": 1.5}
+    forecast = {"routes": [route], "models": [{"name": "m", "likeness": 0.1}]}
+    trials = [trial(f"-a={i} -b=1", speedup=1.0 + i / 10) for i in range(5)]
+    trials.append({**trial("-c=1", "crashed", None), "reason": "words " * 50})
+    page = Structure()
+    page.feed(render(result(trials=trials, forecast=forecast), comparison, explanation()))
+    tables = page.all("table")
+    # builds, forecast, effects, knobs, operators, two engines, models, failures, agents, manifest
+    assert len(tables) == len(page.all("caption")) == 11
+    assert all(cell.get("scope") in ("col", "row") for cell in page.all("th"))
+    assert len(page.all("details")) == 1, "long words fold away"
+    identifiers = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(identifiers) == len(set(identifiers))
+    pictures = page.all("svg")
+    assert len(pictures) == 3
+    for picture in pictures:
+        assert picture["role"] == "img"
+        assert set(str(picture["aria-labelledby"]).split()) <= set(identifiers)
+    assert all(region["aria-label"] for region in page.all("div") if region.get("role") == "region")
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of `#rgb` or `#rrggbb`, as WCAG 2.2 defines it."""
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * c for c in colour[1:])
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+@pytest.mark.parametrize("name", ["ink", "soft", "good", "bad", "blue"])
+def test_every_text_colour_stands_out_from_the_paper(scheme: int, name: str) -> None:
+    page = render(result())
+    colours = [dict(re.findall(r"--(\w+): (#\w+)", block)) for block in page.split(":root {")[1:3]]
+    ink, paper = luminance(colours[scheme][name]), luminance(colours[scheme]["paper"])
+    contrast = (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05)
+    assert contrast >= 4.5, f"{name}: {contrast:.2f}"
+
+
+def test_an_unfinished_run_promises_nothing() -> None:
+    unfinished = result(is_default=True, route="", state="searching", note="nothing is confirmed")
+    page, text = render(unfinished), summary(unfinished)
+    assert "Not finished" in page and "default route stays" not in page
+    assert "Not finished" in text and "default route stays" not in text
+
+
+@pytest.mark.parametrize("speedups", [[1.05], [8.0, 0.05], [1.3, 1.31, 1.32], [30.0]])
+def test_no_two_labels_of_an_axis_overlap(speedups: list[float]) -> None:
+    drawn = best_so_far([trial("-a=1", speedup=s) for s in speedups], seconds=False)
+    places = sorted(tick["y"] for tick in drawn["y_ticks"])
+    assert any(tick["is_default"] for tick in drawn["y_ticks"])
+    assert all(b - a >= 24 for a, b in zip(places, places[1:], strict=False))
+
+
+def test_the_band_stays_inside_the_picture() -> None:
+    wide = {**trial("-a=1", speedup=3.0), "speedup_low": 1.5, "speedup_high": 7.0}
+    drawn = best_so_far([wide], seconds=False)
+    heights = [float(point.split(",")[1]) for point in drawn["band"].split()]
+    assert min(heights) >= drawn["margin"] and max(heights) <= drawn["height"] - drawn["margin"]
 
 
 def test_summary_cannot_be_broken_by_names() -> None:

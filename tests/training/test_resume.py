@@ -16,6 +16,15 @@ import psutil
 import pytest
 from hostile_backend import hostile_model
 
+from routepilot.agents import make_factory
+from routepilot.agents.base import Problem
+from routepilot.agents.policy import load_policy
+from routepilot.env.backends.recorded import Replay
+from routepilot.env.outcomes import Outcome
+from routepilot.env.routes import DEFAULT_ROUTE
+from routepilot.env.tables import load_table
+from routepilot.training.defaults import find_policy, find_table
+
 BUILDS = 10
 
 
@@ -114,3 +123,77 @@ def test_killed_again_and_again_it_ends_as_if_it_had_run_through(tmp_path: Path)
     for mine, theirs in zip(found["trials"], expected["trials"], strict=True):
         for name in ("route", "status", "speedup", "losses", "engine_hash"):
             assert mine[name] == theirs[name], name
+
+
+#: Agents with a state worth losing: the surrogate, its random draws, the policy.
+BELIEVERS = ("two-way-gp", "greedy", "thompson", "ppo")
+
+
+@pytest.mark.parametrize("name", BELIEVERS)
+def test_an_agent_that_is_told_again_goes_on_as_if_never_stopped(name: str) -> None:
+    """A resumed run makes its agent anew and tells it what is on record, build by build."""
+    replay = Replay(load_table(find_table("cpu")))
+    loaded = load_policy(find_policy("cpu"))
+    for model in replay.models[:1]:
+        rest = replay.without_families((model.card.family,))
+        factory = make_factory(name, replay=rest, policy=loaded)
+        problem = Problem(replay.catalog, model.card.features, model.routes, 12, seed=3)
+
+        def asked(stops: tuple[int, ...], model=model, factory=factory, problem=problem):  # type: ignore[no-untyped-def]
+            """Routes in order, the run cut off after each of these counts of builds."""
+            known: list[Outcome] = []
+            for stop in (*stops, 12):
+                agent = factory(problem)
+                agent.tell(DEFAULT_ROUTE, model.default)
+                for number in range(stop):
+                    route = agent.ask()
+                    if route is None:
+                        break
+                    if number < len(known):
+                        assert known[number].route == route, f"{name} asks another {number}"
+                    else:
+                        known.append(model.outcome(route))
+                    agent.tell(route, known[number])
+            return [outcome.route for outcome in known]
+
+        whole = asked(())
+        rng = random.Random(model.card.name)
+        for _ in range(2):
+            assert asked(tuple(sorted(rng.sample(range(1, 12), 3)))) == whole
+
+
+def test_the_policy_killed_again_and_again_ends_as_if_it_had_run_through(
+    tiny_file: Path, tmp_path: Path
+) -> None:
+    """The real policy on real engines: what it asks after a kill is what the record makes it ask.
+
+    Real clocks never repeat, so the resumed run is held to a run over the very same records.
+    """
+    out = tmp_path / "out"
+    run = [
+        sys.executable,
+        "-m",
+        "routepilot",
+        "tune",
+        str(tiny_file),
+        "--max-builds",
+        "5",
+        "--json",
+    ]
+    for goal in (1, 2, 4):
+        process = subprocess.Popen(
+            [*run, "-o", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 90
+        while recorded(out) < goal and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+    done = subprocess.run([*run, "-o", str(out)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    first = json.loads(done.stdout)
+    again = subprocess.run([*run, "-o", str(out)], capture_output=True, text=True, timeout=240)
+    second = json.loads(again.stdout)
+    assert second["manifest"]["fresh_builds"] == 0, "all of it was on record"
+    assert first["trials"] == second["trials"]
+    assert first["ended_by"] == second["ended_by"]

@@ -90,6 +90,26 @@ def test_tune_on_the_fake_wins_and_says_how_trtexec_builds_it(
     one_line(routepilot("engine", plan, XDG_DATA_HOME=str(tmp_path)), 2, "--trust")
 
 
+def test_explain_on_the_fake_shows_tactics_and_counts_the_builds_to_see_them(
+    tiny_file: Path, tmp_path: Path
+) -> None:
+    out = str(tmp_path / "out")
+    few = ("--expression", "-kgen:tiling=[0|1|2]", "--agent", "fast", "--max-builds", "1")
+    assert tuned(routepilot("tune", str(tiny_file), *FAKE, "-o", out, *few, "--json"))["route"]
+    found = tuned(routepilot("explain", out, "--json"))
+    winner = found["engines"]["winner"]
+    assert "-kgen:tiling=0" in winner["costliest"][0]["kernel"]
+    assert winner["nodes"]["CaskConvolution"] == 1
+    assert found["engines"]["default"]["sum_ms"] == pytest.approx(2 * winner["sum_ms"])
+    # The winner and what is left without its knob (again, if a busy machine hides the effect); then
+    # both engines, each twice.
+    assert found["builds"] - 4 in (2, 3)
+    shown = routepilot("explain", out)
+    assert shown.returncode == 0, shown.stderr
+    assert "costliest layers of the winner" in shown.stdout
+    assert "% of the profiled whole" in shown.stdout
+
+
 def test_coordinate_descent_skips_what_a_run_proved_inert(tiny_file: Path, tmp_path: Path) -> None:
     done = routepilot(
         *("tune", str(tiny_file), *FAKE, "-o", str(tmp_path / "out"), "--max-builds", "9"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,3 +56,14 @@ def test_too_few_families_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="families"):
         train(synthetic.table(), SHORT, held_out=("family1", "family2"), out=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_training_until_the_noise_ends_before_its_steps(tmp_path: Path) -> None:
+    heard: list[str] = []
+    long = replace(
+        SHORT, steps=20_000, teacher_episodes=40, rollout=64, batch=128, evaluate_every=128
+    )
+    done = train(synthetic.table(), replace(long, until_noise=True), out=tmp_path, say=heard.append)
+    assert done.steps < 20_000
+    scores = [line for line in heard if "steps: score" in line]
+    assert len(scores) >= 3 and any("scatter" in line for line in heard)
