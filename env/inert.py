@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from routepilot.env.backends.tensorrt_catalog import PRECISION_KNOB, is_build_route_knob
-from routepilot.env.liveness import Liveness, operator_types, ruled_out
+from routepilot.env.liveness import Liveness
+from routepilot.env.operator_rules import operator_types, ruled_out
 from routepilot.env.routes import Catalog, Requirement
 
 if TYPE_CHECKING:
