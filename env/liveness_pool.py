@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from routepilot.env import errors
 from routepilot.env.child import Child, Ended, machine_memory_bytes
-from routepilot.env.errors import MachineError, ModelError, RoutePilotError
+from routepilot.env.errors import InputError, MachineError, ModelError, RoutePilotError
 from routepilot.env.outcomes import Status
 
 if TYPE_CHECKING:
@@ -44,6 +44,14 @@ JOIN_AT = 12
 
 #: How long after the time limit a compile may still end, seconds.
 GRACE = 10.0
+
+#: glibc gives memory back to the system after every compile and faults it in again for the next:
+#: up to half of the time of a small network, a tenth of that of a large one.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
 
 #: What was found for one change.
 Found = dict[str, str]
@@ -107,7 +115,8 @@ class _Compiling:
         """Start a child if there is none, and compile the default."""
         if self._child is not None:
             return
-        environment = {k: v for k, v in os.environ.items() if k != "__LUNOWUD"}
+        kept = {k: v for k, v in os.environ.items() if k != "__LUNOWUD"}
+        environment = {**kept, **KEEP_MEMORY}
         self._child = Child(
             "routepilot.env.liveness_child", self._log, environment, self._memory_limit
         )
@@ -120,6 +129,11 @@ class _Compiling:
             self.close()
             if self.overdue:
                 raise _TimeIsUpError
+            if not lasting({"": built}):
+                raise MachineError(
+                    f"the model's default engine did not come to be here: {built['reason']}; try"
+                    " again with fewer --jobs"
+                )
             raise ModelError(
                 f"TensorRT-RTX does not compile the model: {built['reason']}; repair the model or"
                 " choose another compute capability"
@@ -180,7 +194,7 @@ class _Compiling:
             self._child = None
             answer = {"status": answer.status.value, "reason": answer.reason}
         found = {key: str(value) for key, value in answer.items()}
-        return {**found, "seconds": f"{time.monotonic() - begin:.3f}"}
+        return {**found, "seconds": str(round(time.monotonic() - begin, 3))}
 
     def close(self) -> None:
         """End the child."""
@@ -221,7 +235,8 @@ class Pool:
     def run(self) -> None:
         """Compile until nothing is left or the time is up; what is done is kept anyhow.
 
-        A unit that cannot go on has its `error`; the others go on.
+        A unit that cannot go on has its `error`; the others go on, unless the request itself is at
+        fault (an `InputError` that is no `ModelError`).
         """
         with ThreadPoolExecutor(self._jobs) as pool:
             # A child dies with the thread that started it, so each thread has its own.
@@ -242,6 +257,8 @@ class Pool:
                 except RoutePilotError as error:
                     with self._lock:
                         unit.error = unit.error or error
+                    if isinstance(error, InputError) and not isinstance(error, ModelError):
+                        self._stop.set()  # the request is at fault, not one model
                 finally:
                     with self._lock:
                         unit.busy -= 1

@@ -213,7 +213,7 @@ def collect(
         allow=tuple(allow or ()),
     )
     compiler = load_backend(backend, config.options)
-    corpus = _corpus(models, seed)
+    corpus = corpus_of(models, seed)
     wanted = route_expression(expression, expression_file)
     count = preset(effort).routes if routes is None else routes
     plan = (
@@ -282,7 +282,12 @@ def _names(text: str | None) -> list[str]:
     return [zoo.entry(name.strip()).name for name in text.split(",") if name.strip()]
 
 
-def _corpus(models: str, seed: int) -> list[CorpusModel]:
+def corpus_of(models: str, seed: int) -> list[CorpusModel]:
+    """The models of `--models`: `zoo`, `variants`, or names and files separated by commas.
+
+    Raises:
+        InputError: One is not known, or cannot be made here.
+    """
     from routepilot.env import zoo
     from routepilot.training.collect import CorpusModel
     from routepilot.training.inputs import prepare_model
