@@ -79,7 +79,7 @@ def _proved_by_sweep(liveness: Liveness | None, *, exact: bool) -> dict[str, str
 
 
 def _masks(catalog: Catalog, masked: Mapping[str, str]) -> Iterable[Requirement]:
-    precision = PRECISION_KNOB
+    precision = catalog[PRECISION_KNOB.name]
     for change, why in masked.items():
         name, _, value = change.partition("=")
         if catalog[name].allows(value):

@@ -310,13 +310,13 @@ class Pool:
         found.clear()
 
 
-def lasting(results: Mapping[str, Found]) -> dict[str, Found]:
+def lasting(results: Mapping[str, Mapping[str, str]]) -> dict[str, Found]:
     """The answers that say something of the model: no hang, no want of memory.
 
     A child that ran out of time or memory may say something of the machine alone.
     """
     fleeting = (Status.TIMED_OUT.value, Status.OUT_OF_MEMORY.value)
-    return {c: r for c, r in results.items() if r.get("status") not in fleeting}
+    return {c: dict(r) for c, r in results.items() if r.get("status") not in fleeting}
 
 
 def is_sound(results: Iterable[Mapping[str, str]]) -> bool:

@@ -20,9 +20,10 @@ from routepilot.env.records import RouteTable
 from routepilot.env.routes import Route
 from routepilot.env.store import RecordStore
 from routepilot.env.tables import load_table
+from routepilot.env.trtexec import trial_line
 from routepilot.training.candidates import make_problem
 from routepilot.training.defaults import find_policy, find_table, released_name, released_policies
-from routepilot.training.files import ensure_folder, write_json
+from routepilot.training.files import Output, write_json
 from routepilot.training.inputs import NamedModel
 from routepilot.training.manifest import manifest
 from routepilot.training.search import Budget, Confirmed, Search, confirm_best, run_search
@@ -43,11 +44,14 @@ class AgentResult:
         name: Agent.
         search: What it did.
         confirmed: Its confirmed answer.
+        trtexec: Command line that builds the answer, in the folder of the comparison; empty for
+            other compilers.
     """
 
     name: str
     search: Search
     confirmed: Confirmed
+    trtexec: str = ""
 
     def as_json(self) -> dict[str, object]:
         """The row as plain data."""
@@ -64,6 +68,7 @@ class AgentResult:
             "outcomes": self.search.statuses,
             "ended_by": self.search.ended_by,
             "note": self.confirmed.note,
+            **({"trtexec": self.trtexec} if self.trtexec else {}),
         }
 
 
@@ -129,7 +134,8 @@ def run_agents(
         key = tuple(outcome.route for outcome in promising)[:1]
         if key not in answers:
             answers[key] = confirm_best(session, promising)
-        rows[name] = AgentResult(name, search, answers[key])
+        line = trial_line(session.catalog.name, session.config.options, answers[key].route)
+        rows[name] = AgentResult(name, search, answers[key], line)
     return rows
 
 
@@ -162,12 +168,14 @@ def compare(
         say: Hears remarks.
         on_outcome: Hears agent, build number and outcome.
     """
-    folder = ensure_folder(out)
     known, loaded = _sources(named, agents, config.backend, table, policy, say)
+    folder = out
     with (
+        Output(out) as output,
         RecordStore(folder / "records.sqlite") as store,
         Session(named.model, config, store, folder / "work") as session,
     ):
+        output.keep()
         rows = run_agents(
             session,
             agents,

@@ -145,6 +145,9 @@ def print_comparison(title: str, rows: Mapping[str, AgentResult]) -> None:
             for name, row in rows.items()
         ],
     )
+    for name, row in rows.items():
+        if row.trtexec:
+            out.print(f"{name} by trtexec: {row.trtexec}", markup=False, soft_wrap=True)
 
 
 def print_forecast(foreseen: Mapping[str, Any]) -> None:

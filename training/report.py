@@ -118,6 +118,12 @@ def summary(result: dict[str, Any], comparison: dict[str, Any] | None = None) ->
             f"| {number} | `{_cell(trial['route'])}` | {trial['status']} | {speedup} | {error} |"
             f" {trial['build_seconds']:.2f} |"
         )
+    if any("trtexec" in trial for trial in result["trials"]):
+        lines += ["", "The same by trtexec, in the run's folder:", ""]
+        lines += [
+            f"{number}. `{_cell(trial['trtexec'])}`"
+            for number, trial in enumerate(result["trials"], 1)
+        ]
     if comparison is not None and _is_same(comparison, result):
         lines += [
             "",
@@ -130,6 +136,8 @@ def summary(result: dict[str, Any], comparison: dict[str, Any] | None = None) ->
             f" `{_cell(row['route'] or 'default')}` |"
             for name, row in comparison["agents"].items()
         ]
+        told = [(n, r["trtexec"]) for n, r in comparison["agents"].items() if "trtexec" in r]
+        lines += [""] * bool(told) + [f"- {_cell(n)}: `{_cell(line)}`" for n, line in told]
     return "\n".join([*lines, ""])
 
 

@@ -32,6 +32,20 @@ class TimingCache(str, Enum):
     REPLAY = "replay"  # a kept one, and no build that would have to time a kernel anew
 
 
+class Plans(str, Enum):
+    """Which engines of a run stay on disk."""
+
+    ALL = "all"  # those of every trial, by content hash
+    WINNER = "winner"  # the answer's alone, in the deploy folder
+
+
+class Quantizer(str, Enum):
+    """What writes explicit Q/DQ into the ONNX file."""
+
+    ONNXRUNTIME = "onnxruntime"  # int8
+    MODELOPT = "modelopt"  # NVIDIA's Model Optimizer: int8 and fp8
+
+
 @dataclass(frozen=True)
 class TensorRtOptions:
     """What can be asked of TensorRT besides a route.
@@ -49,6 +63,8 @@ class TensorRtOptions:
         optimization_level: Builder optimization level of every build, which is then no knob; -1
             leaves it a knob.
         deadline: Seconds after which a build is cancelled from inside; 0 for never.
+        plans: Which engines stay on disk.
+        quantizer: What writes explicit Q/DQ.
     """
 
     channel: Channel = Channel.BUILD_ROUTE
@@ -61,6 +77,8 @@ class TensorRtOptions:
     avg_timing: int = 0
     optimization_level: int = -1
     deadline: int = 0
+    plans: Plans = Plans.ALL
+    quantizer: Quantizer = Quantizer.ONNXRUNTIME
 
     def measuring(self) -> dict[str, str]:
         """Those that change a figure, by name; part of the target."""
@@ -69,6 +87,8 @@ class TensorRtOptions:
             value = getattr(self, name)
             if value != getattr(TensorRtOptions(), name):
                 words[name] = str(value)
+        if self.quantizer is not Quantizer.ONNXRUNTIME:
+            words["quantizer"] = self.quantizer.value
         return words
 
 
@@ -84,6 +104,8 @@ NAMES: dict[str, str] = {
     "avg_timing": "timings averaged for a tactic",
     "optimization_level": "builder optimization level of every build, 0 to 5",
     "deadline": "seconds after which a build is cancelled",
+    "plans": "all or winner: which engines stay on disk",
+    "quantizer": "onnxruntime (int8) or modelopt (int8, fp8)",
 }
 
 
@@ -131,12 +153,19 @@ def read_options(backend: str, given: Mapping[str, str]) -> TensorRtOptions:
     return options
 
 
+#: Options whose values are words.
+_WORDS: dict[str, type[Enum]] = {
+    "channel": Channel,
+    "timing_cache": TimingCache,
+    "plans": Plans,
+    "quantizer": Quantizer,
+}
+
+
 def _read(name: str, word: str) -> object:
     kinds = {field.name: field.type for field in fields(TensorRtOptions)}
-    if name == "channel":
-        return _word(name, word, Channel)
-    if name == "timing_cache":
-        return _word(name, word, TimingCache)
+    if name in _WORDS:
+        return _word(name, word, _WORDS[name])
     if name == "unsafe":
         if word not in ("on", "off"):
             raise InputError(f"backend option {name}={word!r} is not allowed; allowed: on, off")
