@@ -13,6 +13,8 @@ from __future__ import annotations
 import ctypes
 import enum
 import json
+import os
+import signal
 import sys
 import tempfile
 import time
@@ -127,6 +129,8 @@ class FakeTensorRT(types.ModuleType):
         dropped: Tokens the setter does not take, in silence.
         broken: Tokens with which no engine can be built -> what the log says.
         inert: Tokens that change nothing.
+        deadly: Tokens with which a build never ends (`hang`), or the system ends the process as it
+            does for want of memory (`kill`).
         seconds: How long a build takes.
         silent: Do not log that a route is in use.
         built: Configurations that were built, in order.
@@ -152,6 +156,7 @@ class FakeTensorRT(types.ModuleType):
         self.dropped: set[str] = set()
         self.broken: dict[str, str] = {}
         self.inert: set[str] = set()
+        self.deadly: dict[str, str] = {}
         self.seconds = 0.0
         self.silent = False
         self.built: list[IBuilderConfig] = []
@@ -275,6 +280,10 @@ class Builder:
             if monitor is not None and not monitor.step_complete("build", 1):
                 return None
         for token in tokens:
+            if self._module.deadly.get(token) == "hang":
+                time.sleep(600)
+            if self._module.deadly.get(token) == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
             if token in self._module.broken:
                 self._logger.log(Log.Severity.ERROR, self._module.broken[token])
                 return None
@@ -431,6 +440,41 @@ def make(options: Mapping[str, str]) -> Any:
     module = install(pytest.MonkeyPatch())
     module.delays = {"": 4.0, "-kgen:tiling=0": 2.0}
     module.inert = {"-cask_fusion:num_tactics=5"}
+    return TensorRtBackend("tensorrt", options)
+
+
+def make_deadly(options: Mapping[str, str]) -> Any:
+    """The backend on the fake, whose compiler hangs or is killed with some routes."""
+    backend = make(options)
+    backend._trt.deadly = {"-kgen:tiling=0": "hang", "-kgen:tiling=1": "kill"}
+    return backend
+
+
+def make_without_gpu(options: Mapping[str, str]) -> Any:
+    """The backend on the fake, on a machine without a GPU."""
+    from routepilot.env.backends import tensorrt
+    from routepilot.env.errors import MachineError
+
+    def none(_: int) -> None:
+        raise MachineError("there is no CUDA device 0")
+
+    install(pytest.MonkeyPatch())
+    pytest.MonkeyPatch().setattr(tensorrt, "Gpu", none)
+    return tensorrt.TensorRtBackend("tensorrt", options)
+
+
+def make_windows(options: Mapping[str, str]) -> Any:
+    """The backend on the fake, as it is on Windows: without the tuner's list."""
+    backend = make(options)
+    backend._trt.routes = {"tuner_version": "", "tuner_options": []}
+    return backend
+
+
+def make_old(options: Mapping[str, str]) -> Any:
+    """The backend on a fake that is too old."""
+    from routepilot.env.backends.tensorrt import TensorRtBackend
+
+    install(pytest.MonkeyPatch(), "8.6.1")
     return TensorRtBackend("tensorrt", options)
 
 

@@ -193,6 +193,44 @@ def test_a_model_that_the_parser_refuses_is_told_by_node(tmp_path: Path) -> None
     one_line(done, 2, "default route", "node 'fork' (If)", "not supported")
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("make_without_gpu", ("cannot build without an NVIDIA GPU", "routepilot live")),
+        ("make_windows", ("no Global Performance Tuner", "use Linux", "channel=lunowud")),
+        ("make_old", ("tensorrt 8.6.1 is too old", "supported is 10.8", "upgrade")),
+    ],
+)
+@pytest.mark.parametrize("verb", ["tune", "compare"])
+def test_machines_that_cannot_are_told_in_one_line(
+    verb: str, kind: str, words: tuple[str, ...], tiny_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "deep" / "out"
+    agents = ("--agents", "fast") if verb == "compare" else ()
+    done = routepilot(
+        verb, str(tiny_file), "--backend", f"fake_tensorrt:{kind}", "-o", str(out), *agents
+    )
+    # A machine without a device is at fault itself (1); the others are a request too many (2).
+    one_line(done, 1 if kind == "make_without_gpu" else 2, *words)
+    assert not out.parent.exists()
+
+
+def test_a_hung_and_a_killed_compiler_are_outcomes(tiny_file: Path, tmp_path: Path) -> None:
+    done = routepilot(
+        *("tune", str(tiny_file), "--backend", "fake_tensorrt:make_deadly"),
+        *("-o", str(tmp_path / "out"), "--deadline", "4", "--json", "--agent", "fast"),
+        *("--expression", "-conv_lowering=[on|off] -kgen:tiling=[0|1|2]", "--max-builds", "3"),
+    )
+    result = tuned(done)
+    trials = {trial["route"]: trial for trial in result["trials"]}
+    assert trials["-kgen:tiling=0"]["status"] == "timed_out"
+    assert "no answer within 4 s" in trials["-kgen:tiling=0"]["reason"]
+    assert trials["-kgen:tiling=1"]["status"] == "out_of_memory"
+    assert "killed by the system" in trials["-kgen:tiling=1"]["reason"]
+    assert trials["-conv_lowering=off"]["status"] == "ok"  # the run goes on
+    assert result["is_default"]
+
+
 @needs_rtx
 @no_gpu
 @pytest.mark.parametrize("verb", [("tune",), ("compare", "--agents", "fast")])
