@@ -76,6 +76,14 @@ def entry(name: str) -> ZooEntry:
     raise InputError(f"no model {name!r} in the zoo; there is: {', '.join(near)}")
 
 
+def described(name: str) -> tuple[str, bool]:
+    """Family of a model and whether its weights are trained; unknown and True for other models."""
+    for candidate in (*ENTRIES, *VARIANTS):
+        if candidate.name == name:
+            return candidate.family, candidate.trained
+    return "unknown", True
+
+
 def available(wanted: ZooEntry) -> str | None:
     """None when the entry can be made here, else what to install."""
     if wanted.package:

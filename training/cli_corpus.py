@@ -154,7 +154,10 @@ def collect(
         "table.parquet"
     ),
     models: Annotated[
-        str, typer.Option(help="zoo, variants, or zoo names or ONNX files separated by commas.")
+        str,
+        typer.Option(
+            help="zoo, variants, or zoo names, ONNX files or prepared folders, by commas."
+        ),
     ] = "zoo",
     backend: BackendOpt = "cpu",
     threads: ThreadsOpt = 1,
@@ -177,6 +180,9 @@ def collect(
     workers: Annotated[
         int, typer.Option(help="Models measured at once, each pinned to a core of its own.")
     ] = 1,
+    cores: Annotated[
+        str | None, typer.Option(help="Cores to pin them to, by commas; the first when absent.")
+    ] = None,
     deadline: Annotated[float, typer.Option(help="Seconds one build may take.")] = 120.0,
     seed: SeedOpt = 0,
     json: JsonOpt = False,
@@ -198,6 +204,7 @@ def collect(
     from routepilot.training.inputs import backend_options, route_expression
     from routepilot.training.session import SessionConfig
 
+    pinned = _cores(cores, workers, threads)
     if threads * workers > (os.cpu_count() or 1):
         raise InputError(
             f"{workers} workers of {threads} threads need {threads * workers} cores and there are"
@@ -247,7 +254,7 @@ def collect(
                 out.parent / f"{out.stem}-work",
                 neighbourhood=collecting.Neighbourhood(count=neighbours),
                 repeats=collecting.Repeats(controls, recheck),
-                cores=tuple(range(workers)) if threads == 1 else (),
+                cores=pinned,
                 on_progress=hear,
                 should_stop=lambda: stop.is_set() or time.monotonic() >= end,
             )
@@ -272,6 +279,23 @@ def collect(
         console.print_json({"table": str(out), "models": len(table.models), "routes": len(plan)})
     else:
         console.out.print(f"written: {out} ({len(table.models)} models)", markup=False)
+
+
+def _cores(text: str | None, workers: int, threads: int) -> list[int | None]:
+    """The core of each worker; None leaves engines of several threads to the system."""
+    if text is None:
+        return [number if threads == 1 else None for number in range(workers)]
+    here = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    given = [item.strip() for item in text.split(",")]
+    numbers = [int(item) for item in given if item.isascii() and item.isdigit()]
+    if len(numbers) != len(given) or not set(numbers) <= set(here):
+        raise InputError(f"--cores {text!r} names no cores of this machine; it has {here}")
+    if len(set(numbers)) != workers or threads > 1:
+        raise InputError(
+            f"--cores {text!r} is for {workers} workers of {threads} threads; name one core for"
+            " each worker of one thread"
+        )
+    return list(numbers)
 
 
 def _names(text: str | None) -> list[str]:

@@ -143,7 +143,7 @@ def collect(
     *,
     neighbourhood: Neighbourhood = Neighbourhood(),
     repeats: Repeats = Repeats(),
-    cores: Sequence[int] = (0,),
+    cores: Sequence[int | None] = (0,),
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -157,7 +157,8 @@ def collect(
         workdir: Folder for transforms and logs.
         neighbourhood: What is built around a model's fastest routes.
         repeats: What is built and timed more than once.
-        cores: Cores to use, one model at a time each. Keep all else quiet.
+        cores: Core of each worker, which takes one model at a time; None pins it to none. Keep
+            all else quiet.
         on_progress: Hears every step, from any thread.
         should_stop: Asked before every build; True ends the run with everything saved.
     """
@@ -167,7 +168,7 @@ def collect(
     report = on_progress or (lambda _: None)
     faults: list[BaseException] = []
 
-    def work(core: int) -> None:
+    def work(core: int | None) -> None:
         try:
             while not should_stop() and not faults:
                 try:

@@ -204,7 +204,7 @@ class Sweep:
             model = Model.load(folder)
             if self.options.only and model.name not in self.options.only:
                 continue
-            family, trained = _described(model.name)
+            family, trained = zoo.described(model.name)
             work = Work(model, family, trained, list(self.steps))
             with self._lock:
                 self.works.append(work)
@@ -315,15 +315,6 @@ def say(text: str) -> None:
 
 def _size(folder: Path) -> int:
     return sum(item.stat().st_size for item in folder.glob("model.onnx*"))
-
-
-def _described(name: str) -> tuple[str, bool]:
-    """Family and whether the weights are trained, as the corpus says; unknown for other models."""
-    try:
-        entry = zoo.entry(name)
-    except InputError:
-        return "unknown", True
-    return entry.family, entry.trained
 
 
 def print_summary(summary: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from routepilot.env.accuracy import Gate
 from routepilot.env.errors import InputError
-from routepilot.env.models import Model, parse_shape, prepare, read_input_sets
+from routepilot.env.models import Model, is_bundle, parse_shape, prepare, read_input_sets
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ def prepare_model(
 ) -> NamedModel:
     """Prepare `zoo:NAME`, an ONNX file, or a PyTorch program: `torch:NAME` or a `.pt2` file.
 
+    A folder that is prepared already (`zoo export` makes such) is taken as it is.
+
     Raises:
         InputError: Anything that cannot be used.
     """
@@ -47,11 +49,26 @@ def prepare_model(
             )
         entry = zoo.entry(text.removeprefix("zoo:"))
         return NamedModel(zoo.load_model(entry.name), entry.family, entry.trained)
+    if is_bundle(Path(text)):
+        return _prepared(Path(text), shapes, inputs)
     if text.startswith("torch:") or text.endswith(".pt2"):
         return _prepare_program(text, shapes, inputs, seed)
     given = dict(parse_shape(item) for item in shapes or ())
     sets = read_input_sets(inputs) if inputs else None
     return NamedModel(prepare(Path(text), shapes=given or None, inputs=sets, seed=seed))
+
+
+def _prepared(
+    folder: Path, shapes: Sequence[str] | None, inputs: Sequence[Path] | None
+) -> NamedModel:
+    from routepilot.env import zoo
+
+    if shapes or inputs:
+        raise InputError(
+            f"{str(folder)!r} is prepared, with shapes and inputs; drop --shape and --inputs"
+        )
+    model = Model.load(folder)
+    return NamedModel(model, *zoo.described(model.name))
 
 
 def _prepare_program(
