@@ -444,8 +444,13 @@ def trial_line(backend: str, options: Mapping[str, str], route: Route) -> str:
 def _settings(chosen: TensorRtOptions) -> list[str]:
     """The words of trtexec for the options that every build of a run shares."""
     words = []
+    pools = []
     if chosen.workspace_mib:
-        words.append(f"--memPoolSize=workspace:{chosen.workspace_mib}M")
+        pools.append(f"workspace:{chosen.workspace_mib}M")
+    if chosen.tactic_shared_kib:
+        pools.append(f"tacticSharedMem:{chosen.tactic_shared_kib}K")
+    if pools:
+        words.append(f"--memPoolSize={','.join(pools)}")
     # The builder's own default is 1 and trtexec's is 8.
     words.append(f"--avgTiming={chosen.avg_timing or 1}")
     if chosen.optimization_level >= 0:

@@ -145,7 +145,9 @@ class FakeTensorRT(types.ModuleType):
         ERROR_ON_TIMING_CACHE_MISS="ERROR_ON_TIMING_CACHE_MISS",
     )
     TilingOptimizationLevel = types.SimpleNamespace(NONE=0, FAST=1, MODERATE=2, FULL=3)
-    MemoryPoolType = types.SimpleNamespace(WORKSPACE="WORKSPACE")
+    MemoryPoolType = types.SimpleNamespace(
+        WORKSPACE="WORKSPACE", TACTIC_SHARED_MEMORY="TACTIC_SHARED_MEMORY"
+    )
     NetworkDefinitionCreationFlag = types.SimpleNamespace(STRONGLY_TYPED=0)
     TensorIOMode = types.SimpleNamespace(INPUT="in", OUTPUT="out")
 

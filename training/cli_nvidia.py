@@ -131,12 +131,13 @@ def _live_table(
     json: bool,
 ) -> None:
     """`live --table`: many models and targets into one file."""
+    from routepilot.env.models import is_bundle
     from routepilot.training import console
     from routepilot.training.files import ensure_folder
     from routepilot.training.liveness_sweep import LivenessOptions, models_in, sweep_liveness
 
     ensure_folder(table.parent)
-    if Path(models).is_dir():
+    if Path(models).is_dir() and not is_bundle(Path(models)):
         corpus = models_in(Path(models))
     else:
         from routepilot.training.cli_corpus import corpus_of

@@ -150,6 +150,7 @@ class TensorRtBackend:
             settings = Settings(
                 compute_capability=self.capability,
                 workspace_bytes=self.options.workspace_mib << 20,
+                tactic_shared_bytes=self.options.tactic_shared_kib << 10,
                 avg_timing_iterations=self.options.avg_timing,
                 deadline_seconds=float(self.options.deadline),
                 timing_cache=cache,

@@ -59,6 +59,7 @@ class TensorRtOptions:
             8.9 where there is none.
         device: CUDA device number.
         workspace_mib: Limit of the workspace, MiB; 0 leaves TensorRT's.
+        tactic_shared_kib: Limit of the shared memory a tactic may use, KiB; 0 leaves TensorRT's.
         avg_timing: Timings averaged for a tactic; 0 leaves TensorRT's.
         optimization_level: Builder optimization level of every build, which is then no knob; -1
             leaves it a knob.
@@ -74,6 +75,7 @@ class TensorRtOptions:
     capability: str = ""
     device: int = 0
     workspace_mib: int = 0
+    tactic_shared_kib: int = 0
     avg_timing: int = 0
     optimization_level: int = -1
     deadline: int = 0
@@ -83,7 +85,8 @@ class TensorRtOptions:
     def measuring(self) -> dict[str, str]:
         """Those that change a figure, by name; part of the target."""
         words = {"channel": self.channel.value, "timing_cache": self.timing_cache.value}
-        for name in ("capability", "workspace_mib", "avg_timing", "optimization_level"):
+        names = "capability workspace_mib tactic_shared_kib avg_timing optimization_level"
+        for name in names.split():
             value = getattr(self, name)
             if value != getattr(TensorRtOptions(), name):
                 words[name] = str(value)
@@ -101,6 +104,7 @@ NAMES: dict[str, str] = {
     "capability": "compute capability for TensorRT-RTX, e.g. 8.9",
     "device": "CUDA device number",
     "workspace_mib": "limit of the workspace in MiB",
+    "tactic_shared_kib": "limit of a tactic's shared memory in KiB",
     "avg_timing": "timings averaged for a tactic",
     "optimization_level": "builder optimization level of every build, 0 to 5",
     "deadline": "seconds after which a build is cancelled",

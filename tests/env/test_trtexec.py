@@ -292,7 +292,8 @@ def test_line_of_a_trial_names_the_files_of_the_run() -> None:
     shared = f"{start} --timingCacheFile=work/timing.cache --avgTiming=1 {route_words}"
     assert trial_line("tensorrt", {}, route) == shared
     own = {"timing_cache": "fresh", "workspace_mib": "64", "avg_timing": "4", "device": "1"}
-    words = "--memPoolSize=workspace:64M --avgTiming=4 --device=1"
+    own |= {"tactic_shared_kib": "48"}
+    words = "--memPoolSize=workspace:64M,tacticSharedMem:48K --avgTiming=4 --device=1"
     assert trial_line("tensorrt", own, route) == f"{start} {words} {route_words}"
     older = trial_line("tensorrt", {"channel": "lunowud", "plans": "winner"}, route)
     assert older.startswith("env __LUNOWUD=-kgen:tiling=0 trtexec --onnx=model.onnx")

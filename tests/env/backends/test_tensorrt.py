@@ -173,11 +173,11 @@ def test_replay_uses_the_named_file_and_leaves_it(
     assert not (tmp_path / "timing.cache").exists()
 
 
-def test_workspace_limit_reaches_the_builder(
+def test_limits_of_pools_reach_the_builder(
     trt: FakeTensorRT, tiny: Model, tmp_path: Path
 ) -> None:
-    build(tiny, "", tmp_path, workspace_mib="64")
-    assert trt.built[-1].pools == {"WORKSPACE": 64 << 20}
+    build(tiny, "", tmp_path, workspace_mib="64", tactic_shared_kib="48")
+    assert trt.built[-1].pools == {"WORKSPACE": 64 << 20, "TACTIC_SHARED_MEMORY": 48 << 10}
 
 
 def test_parser_errors_name_node_and_operator(trt: FakeTensorRT, tmp_path: Path) -> None:
