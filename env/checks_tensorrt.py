@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from routepilot.env.accuracy import Gate, judge
 from routepilot.env.backends.base import BuildFailure
+from routepilot.env.backends.tensorrt import RTX_CAPABILITY
 from routepilot.env.backends.tensorrt_catalog import is_build_route_knob
 from routepilot.env.backends.tensorrt_compiler import (
     FLAGS_VARIABLE,
@@ -28,6 +29,7 @@ from routepilot.env.backends.tensorrt_compiler import (
 from routepilot.env.child import Child, Ended, machine_memory_bytes
 from routepilot.env.errors import InputError, MachineError, RoutePilotError
 from routepilot.env.liveness import live, recalled
+from routepilot.env.liveness_pool import opening
 from routepilot.env.outcomes import Status
 from routepilot.env.questions_tensorrt import QUESTIONS
 from routepilot.env.tensorrt_bench import LIVE, UNKNOWN_KNOB, UNKNOWN_VALUE, Bench
@@ -60,6 +62,10 @@ def run_checks(
         bench = Bench(name, model, workdir, options or {})
     except RoutePilotError as error:
         yield _line("import", ("fail", str(error), "install what the message names"))
+        for check in (*CHECKS, *QUESTIONS):
+            yield _line(
+                check, ("unavailable", f"{name} is not there", "see the check of the import")
+            )
         return
     yield _line("import", ("pass", f"{bench.trt.__name__} {bench.trt.__version__}", ""))
     builds = bench.rtx or bench.backend.has_gpu
@@ -130,7 +136,8 @@ def _catalog(bench: Bench) -> Finding:
 def _read_back(bench: Bench) -> Finding:
     compiler, _ = bench.compiler()
     if bench.rtx or not hasattr(bench.trt.IBuilderConfig, "build_route"):
-        return "unavailable", "this compiler has no build_route", ""
+        hint = "routes go through the option channel=lunowud; TensorRT >= 11.1 has build_route"
+        return "unavailable", "this compiler has no build_route", hint
     route = bench.live_route()
     got = compiler.read_back(route)
     text = f"set {route!r}, read {got!r}"
@@ -159,7 +166,7 @@ def _build_default(bench: Bench) -> Finding:
 def _build_route(bench: Bench) -> Finding:
     route = bench.live_route()
     if not route:
-        return "unavailable", "the catalog has no build route", ""
+        return "unavailable", "the catalog has no build route", "use TensorRT >= 11.1 on Linux"
     built = bench.build(route)
     if isinstance(built, BuildFailure):
         return "fail", f"{route}: {built.reason}", _REPORT
@@ -196,7 +203,7 @@ def _channels(bench: Bench) -> Finding:
     both = compiler.compile_both(network, one, other, {})
     hashes = [built.hash if isinstance(built, Plan) else "" for built in (alone, flags, both)]
     if "" in hashes:
-        return "unavailable", "not all three engines could be built", ""
+        return "unavailable", "not all three engines could be built", _REPORT
     words = {hashes[0]: "build_route wins", hashes[1]: f"{FLAGS_VARIABLE} wins"}
     return "pass", f"both at once: {words.get(hashes[2], 'both act')}; RoutePilot refuses it", ""
 
@@ -237,7 +244,8 @@ def _timing(bench: Bench) -> Finding:
 
 def _timing_cache(bench: Bench) -> Finding:
     if bench.rtx:
-        return "unavailable", "TensorRT-RTX times nothing at build, so it has no timing cache", ""
+        hint = "nothing is to be done: its builds are the same without one"
+        return "unavailable", "TensorRT-RTX times nothing at build, so it has no timing cache", hint
     path = bench.workdir / "doctor.cache"
 
     def seconds(route: str, require: bool) -> tuple[float, Plan | BuildFailure]:
@@ -270,19 +278,16 @@ def _needs_gpu(run: Callable[[Bench], Finding]) -> Callable[[Bench], Finding]:
 
 def _kill_and_resume(bench: Bench) -> Finding:
     """A compiling child killed at its deadline, and a sweep that is not done twice."""
-    if bench.backend.has_gpu:
-        return "unavailable", "checked below with a worker that builds and times", ""
-    capability = bench.backend.capability
-    opening = {
-        "path": str(bench.model.path.absolute()),
-        "compute_capability": capability,
-        "shapes": {spec.name: list(spec.shape) for spec in bench.model.inputs},
-    }
+    if not bench.rtx:
+        hint = "see 'child is killed at its deadline' and 'a run goes on where it was' below"
+        return "unavailable", "checked with a worker that builds and times", hint
+    # Where there is a GPU none is named to the backend, and liveness wants one.
+    capability = bench.backend.capability or RTX_CAPABILITY
     environment = {k: v for k, v in os.environ.items() if k != FLAGS_VARIABLE}
     limit = machine_memory_bytes() // 2
     log = bench.workdir / "killed.log"
     child = Child("routepilot.env.liveness_child", log, environment, limit)
-    child.ask(opening, 60.0)
+    child.ask(opening(bench.model, capability), 60.0)
     ended = child.ask({"flags": ""}, 1e-3)
     if not isinstance(ended, Ended):
         child.kill()

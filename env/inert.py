@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from routepilot.env.backends.tensorrt_catalog import PRECISION_KNOB, is_build_route_knob
-from routepilot.env.liveness import Liveness, operator_types, ruled_out
+from routepilot.env.liveness import Liveness
+from routepilot.env.operator_rules import operator_types, ruled_out
 from routepilot.env.routes import Catalog, Requirement
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _proved_by_sweep(liveness: Liveness | None, *, exact: bool) -> dict[str, str
 
 
 def _masks(catalog: Catalog, masked: Mapping[str, str]) -> Iterable[Requirement]:
-    precision = PRECISION_KNOB
+    precision = catalog[PRECISION_KNOB.name]
     for change, why in masked.items():
         name, _, value = change.partition("=")
         if catalog[name].allows(value):

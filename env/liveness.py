@@ -1,7 +1,7 @@
 """Knob liveness: which compiler knobs change the engine of a model, found without a GPU.
 
-Owns the sweep over single changes, its children and its cache, and the rule by which operators
-rule knobs out. Compiles with TensorRT-RTX; knows no agent, no timing and no route search.
+Owns the single changes, what a sweep of them found and its cache; `liveness_pool.py` owns the
+children that compile, with TensorRT-RTX. Knows no agent, no timing and no route search.
 
 What it proves: a change that leaves the engine byte-identical does nothing to this model in this
 compiler. What it does not: TensorRT-RTX chooses kernels at run time, so knobs of tactics (`-cask*`,
@@ -14,29 +14,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache as remember
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from routepilot.env import errors
 from routepilot.env.backends.tensorrt_catalog import read_build_routes, shipped_routes_json
-from routepilot.env.child import Child, Ended, machine_memory_bytes, one_line
+from routepilot.env.child import one_line
 from routepilot.env.drafts import whole_file
-from routepilot.env.errors import (
-    InputError,
-    MachineError,
-    MissingExtraError,
-    ModelError,
-    RouteError,
-)
+from routepilot.env.errors import InputError, MachineError, MissingExtraError, RouteError
+from routepilot.env.liveness_pool import Pool, Unit, is_sound, lasting, opening
 from routepilot.env.outcomes import Status
 from routepilot.env.routes import Knob
 
@@ -45,15 +36,6 @@ if TYPE_CHECKING:
 
 #: The wheel that carries the compiler.
 DISTRIBUTION = "tensorrt-rtx-cu13-libs"
-
-#: A change may take this long, or twenty times the default build if that is longer, seconds.
-DEADLINE_SECONDS = 120.0
-
-#: Share of the machine's memory all children together may use.
-MEMORY_SHARE = 0.6
-
-#: Answers are checked and written after so many, so that a killed sweep loses few.
-KEEP_EVERY = 25
 
 #: Called with how many changes are done and how many there are.
 Progress = Callable[[int, int], None]
@@ -140,88 +122,6 @@ def single_changes(knobs: Iterable[str] | None = None) -> list[str]:
     return [f"{knob.name}={value}" for knob in chosen for value in knob.alternatives]
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What every child of a sweep is told."""
-
-    opening: Mapping[str, Any]
-    log: Path
-    memory_limit: int
-
-
-class _Compiling:
-    """One child that compiles; replaced after every failure.
-
-    Raises:
-        ModelError: The compiler refuses the model itself.
-    """
-
-    def __init__(self, job: _Job, number: int) -> None:
-        self._job, self._log = job, job.log.with_suffix(f".{number}.log")
-        self._child: Child | None = None
-        self._deadline = DEADLINE_SECONDS
-        self.default = ""
-
-    def start(self) -> str:
-        """Start a child if there is none, and compile the default; returns its hash."""
-        if self._child is not None:
-            return self.default
-        environment = {k: v for k, v in os.environ.items() if k != "__LUNOWUD"}
-        limit = self._job.memory_limit
-        self._child = Child("routepilot.env.liveness_child", self._log, environment, limit)
-        opened = self._ask(self._job.opening)
-        if "error" in opened:
-            self.close()
-            raise getattr(errors, opened["error"], MachineError)(opened["message"])
-        begin = time.monotonic()
-        built = opened if "reason" in opened else self._ask({"flags": ""})
-        if "hash" not in built:
-            self.close()
-            raise ModelError(
-                f"TensorRT-RTX does not compile the model: {built['reason']}; repair the model or"
-                " choose another compute capability"
-            )
-        self._deadline = max(DEADLINE_SECONDS, 20 * (time.monotonic() - begin))
-        if self.default and self.default != built["hash"]:
-            self.close()
-            raise MachineError(
-                "two builds of the default gave different engines, so liveness cannot be told;"
-                " please report this model"
-            )
-        self.default = built["hash"]
-        return self.default
-
-    def change(self, flags: str) -> dict[str, str]:
-        """Compile with one change: `{"hash"}`, or `{"status", "reason"}`."""
-        self.start()
-        answer = self._ask({"flags": flags})
-        if "hash" not in answer and answer.get("status") != Status.REFUSED.value:
-            self.close()  # a compiler that threw may be damaged
-        return answer
-
-    def check(self) -> None:
-        """Compile the default again in the used child, to see that nothing leaked into it."""
-        if self._child is not None and self._ask({"flags": ""}).get("hash") != self.default:
-            raise MachineError(
-                "the compiler's default engine changed within one process, so liveness cannot be"
-                " told; please report this model"
-            )
-
-    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._child is not None
-        answer = self._child.ask(request, self._deadline)
-        if isinstance(answer, Ended):
-            self._child = None
-            return {"status": answer.status.value, "reason": answer.reason}
-        return answer
-
-    def close(self) -> None:
-        """End the child."""
-        if self._child is not None:
-            self._child.kill()
-            self._child = None
-
-
 def live(
     model: Model,
     *,
@@ -258,18 +158,17 @@ def live(
     results = _read_cache(place)
     missing = [c for c in changes if c not in results]
     if missing or "" not in results:
-        job = _Job(
-            {
-                "path": str(model.path.absolute()),
-                "compute_capability": compute_capability,
-                "shapes": {spec.name: list(spec.shape) for spec in model.inputs},
-            },
-            place,
-            int(MEMORY_SHARE * machine_memory_bytes() / jobs),
-        )
-        done = len(changes) - len(missing)
+        unit = Unit(opening(model, compute_capability), place, deque(missing), results)
+        done = iter(range(len(changes) - len(missing) + 1, len(changes) + 1))
         told = progress or (lambda _done, _total: None)
-        _sweep(job, missing, jobs, results, lambda n: told(done + n, len(changes)))
+        Pool(
+            [unit],
+            max(1, min(jobs, len(missing))),
+            heard=lambda _unit: told(next(done), len(changes)),
+            kept=lambda _unit: _write_cache(place, results),
+        ).run()
+        if unit.error is not None:
+            raise unit.error
     found = _summary(changes, results, compiler, compute_capability)
     return replace(found, seconds=time.monotonic() - begin)
 
@@ -329,61 +228,6 @@ def compiler_version() -> str:
         ) from None
 
 
-def _sweep(
-    job: _Job,
-    changes: Sequence[str],
-    jobs: int,
-    results: dict[str, dict[str, str]],
-    progress: Callable[[int], None],
-) -> None:
-    """Fill `results` with the default (key "") and the changes; what is done is kept anyhow."""
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for change in changes:
-        waiting.put(change)
-    stop, lock, done = threading.Event(), threading.Lock(), [0]
-
-    def keep(compiling: _Compiling, found: dict[str, dict[str, str]]) -> None:
-        compiling.check()
-        with lock:
-            results.update(found)
-            _write_cache(job.log, results)
-        found.clear()
-
-    def serve(number: int) -> None:
-        # A child dies with the thread that started it, so each thread has its own.
-        compiling = _Compiling(job, number)
-        compiling.default = results.get("", {}).get("hash", "")
-        found: dict[str, dict[str, str]] = {}
-        try:
-            found[""] = {"hash": compiling.start()}
-            while not stop.is_set():
-                try:
-                    change = waiting.get_nowait()
-                except queue.Empty:
-                    break
-                found[change] = compiling.change(change)
-                with lock:
-                    done[0] += 1
-                    progress(done[0])
-                if len(found) >= KEEP_EVERY:
-                    keep(compiling, found)
-            keep(compiling, found)
-        except BaseException:
-            stop.set()
-            raise
-        finally:
-            compiling.close()
-
-    count = max(1, min(jobs, len(changes)))
-    with ThreadPoolExecutor(count) as pool:
-        tasks = [pool.submit(serve, number) for number in range(count)]
-        try:
-            for task in tasks:
-                task.result()
-        finally:
-            stop.set()
-
-
 def _cache_file(model: Model, compiler: str, capability: str, folder: Path | None) -> Path:
     if folder is None:
         import platformdirs
@@ -404,59 +248,9 @@ def _read_cache(path: Path) -> dict[str, dict[str, str]]:
         results = {str(k): {str(n): str(w) for n, w in v.items()} for k, v in data.items()}
     except (OSError, ValueError, AttributeError):
         return {}
-    sound = all("hash" in r or {"status", "reason"} <= set(r) for r in results.values())
-    return results if sound and "hash" in results.get("", {}) else {}
+    return results if is_sound(results.values()) and "hash" in results.get("", {}) else {}
 
 
 def _write_cache(path: Path, results: Mapping[str, Mapping[str, str]]) -> None:
-    # A child that ran out of time or memory says something of the machine, not of the model.
-    fleeting = (Status.TIMED_OUT.value, Status.OUT_OF_MEMORY.value)
-    kept = {c: r for c, r in results.items() if r.get("status") not in fleeting}
     with whole_file(path) as draft:
-        draft.write_text(json.dumps(kept), encoding="utf-8")
-
-
-@remember
-def operator_rules() -> tuple[tuple[str, tuple[frozenset[str], ...]], ...]:
-    """The rules of `knob_operators.json`: prefix of knob names, groups of operators.
-
-    A knob can act only on a graph that has an operator of every group. The longest prefix counts.
-    """
-    place = resources.files("routepilot.env") / "knob_operators.json"
-    rules = json.loads(place.read_text(encoding="utf-8"))["rules"]
-    return tuple(
-        (prefix, tuple(frozenset(g) for g in rule["needs"]))
-        for rule in rules
-        for prefix in rule["knobs"]
-    )
-
-
-def operator_types(path: Path) -> frozenset[str]:
-    """Operators of an ONNX file, those of subgraphs among them."""
-    import onnx
-
-    def of(graph: Any) -> set[str]:
-        found = set()
-        for node in graph.node:
-            found.add(node.op_type)
-            for attribute in node.attribute:
-                for sub in (attribute.g, *attribute.graphs):
-                    found |= of(sub)
-        return found
-
-    return frozenset(of(onnx.load(path, load_external_data=False).graph))
-
-
-def ruled_out(operators: Iterable[str], names: Iterable[str]) -> dict[str, str]:
-    """Knobs that cannot matter to a graph of these operators, each with the reason."""
-    present = frozenset(operators)
-    found = {}
-    for name in names:
-        rules = [rule for rule in operator_rules() if name.startswith(rule[0])]
-        if not rules:
-            continue
-        _, groups = max(rules, key=lambda rule: len(rule[0]))
-        lacking = next((group for group in groups if not group & present), None)
-        if lacking is not None:
-            found[name] = f"the graph has none of {', '.join(sorted(lacking))}"
-    return found
+        draft.write_text(json.dumps(lasting(results)), encoding="utf-8")

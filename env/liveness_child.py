@@ -50,7 +50,8 @@ def _compile(compiler: Compiler, network: Network, flags: str) -> dict[str, str]
     made = compiler.compile(network, flags=flags)
     if isinstance(made, Plan):
         several = network.definition.num_outputs > 1
-        return {"hash": order_free_hash(made.data) if several else made.hash}
+        engine = order_free_hash(made.data) if several else made.hash
+        return {"hash": engine, "bytes": str(len(made.data))}
     return {"status": made.status.value, "reason": made.reason}
 
 

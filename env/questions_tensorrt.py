@@ -40,7 +40,8 @@ def _has_routes(bench: Bench) -> bool:
 def _needs_routes(ask: Callable[[Bench], str]) -> Callable[[Bench], Answer]:
     def guarded(bench: Bench) -> Answer:
         if not _has_routes(bench):
-            return "unavailable", "this compiler lists no build routes", ""
+            hint = "TensorRT >= 11.1 on Linux lists them"
+            return "unavailable", "this compiler lists no build routes", hint
         return "pass", ask(bench), ""
 
     return guarded

@@ -21,16 +21,24 @@ from typing import Any
 
 from routepilot.env.backends.base import Target
 from routepilot.env.backends.tensorrt_catalog import (
+    PRECISION_KNOB,
     is_build_route_knob,
     marked,
     read_build_routes,
     requirements,
     shipped_routes_json,
 )
-from routepilot.env.backends.tensorrt_options import Channel, read_options
+from routepilot.env.backends.tensorrt_options import (
+    Channel,
+    Plans,
+    TensorRtOptions,
+    TimingCache,
+    read_options,
+)
 from routepilot.env.drafts import whole_file
 from routepilot.env.errors import InputError, MachineError, RouteError, TableError
 from routepilot.env.outcomes import Measurement, Outcome, Status
+from routepilot.env.plans import source_name
 from routepilot.env.records import Record
 from routepilot.env.routes import Catalog, Knob, Route
 
@@ -405,19 +413,48 @@ def build_line(backend: str, options: Mapping[str, str], route: Route) -> str:
     if backend != "tensorrt":
         return ""
     chosen = read_options(backend, options)
-    more = ["--timingCacheFile=deploy/timing.cache"]
+    more = ["--timingCacheFile=deploy/timing.cache", *_settings(chosen)]
+    lunowud = chosen.channel is Channel.LUNOWUD
+    return command_line(route, "deploy/model.onnx", "rebuilt.plan", more=more, lunowud=lunowud)
+
+
+def trial_line(backend: str, options: Mapping[str, str], route: Route) -> str:
+    """The line that builds any route of a run, run where `tune` or `compare` wrote its results.
+
+    The ONNX file is the one of the route's precision that the run keeps (`plans.keep_source`), or
+    `model.onnx` where it was told to keep none.
+
+    Args:
+        backend: Name of the catalog; empty is returned for any but `tensorrt`.
+        options: Its options.
+        route: The route.
+    """
+    if backend != "tensorrt":
+        return ""
+    chosen = read_options(backend, options)
+    precision = route.values.get(PRECISION_KNOB.name, PRECISION_KNOB.default)
+    kept = chosen.plans is Plans.ALL
+    onnx = f"work/{source_name(precision)}" if kept else "model.onnx"
+    private = chosen.timing_cache is TimingCache.FRESH
+    cache = [] if private else [f"--timingCacheFile={chosen.cache_file or 'work/timing.cache'}"]
+    more = [*cache, *_settings(chosen)]
+    return command_line(route, onnx, more=more, lunowud=chosen.channel is Channel.LUNOWUD)
+
+
+def _settings(chosen: TensorRtOptions) -> list[str]:
+    """The words of trtexec for the options that every build of a run shares."""
+    words = []
+    pools = []
     if chosen.workspace_mib:
-        more.append(f"--memPoolSize=workspace:{chosen.workspace_mib}M")
+        pools.append(f"workspace:{chosen.workspace_mib}M")
+    if chosen.tactic_shared_kib:
+        pools.append(f"tacticSharedMem:{chosen.tactic_shared_kib}K")
+    if pools:
+        words.append(f"--memPoolSize={','.join(pools)}")
     # The builder's own default is 1 and trtexec's is 8.
-    more.append(f"--avgTiming={chosen.avg_timing or 1}")
+    words.append(f"--avgTiming={chosen.avg_timing or 1}")
     if chosen.optimization_level >= 0:
-        more.append(f"--builderOptimizationLevel={chosen.optimization_level}")
+        words.append(f"--builderOptimizationLevel={chosen.optimization_level}")
     if chosen.device:
-        more.append(f"--device={chosen.device}")
-    return command_line(
-        route,
-        "deploy/model.onnx",
-        "rebuilt.plan",
-        more=more,
-        lunowud=chosen.channel is Channel.LUNOWUD,
-    )
+        words.append(f"--device={chosen.device}")
+    return words

@@ -13,6 +13,8 @@ from __future__ import annotations
 import ctypes
 import enum
 import json
+import os
+import signal
 import sys
 import tempfile
 import time
@@ -132,6 +134,8 @@ class FakeTensorRT(types.ModuleType):
         dropped: Tokens the setter does not take, in silence.
         broken: Tokens with which no engine can be built -> what the log says.
         inert: Tokens that change nothing.
+        deadly: Tokens with which a build never ends (`hang`), or the system ends the process as it
+            does for want of memory (`kill`).
         seconds: How long a build takes.
         silent: Do not log that a route is in use.
         built: Configurations that were built, in order.
@@ -149,7 +153,9 @@ class FakeTensorRT(types.ModuleType):
         ERROR_ON_TIMING_CACHE_MISS="ERROR_ON_TIMING_CACHE_MISS",
     )
     TilingOptimizationLevel = types.SimpleNamespace(NONE=0, FAST=1, MODERATE=2, FULL=3)
-    MemoryPoolType = types.SimpleNamespace(WORKSPACE="WORKSPACE")
+    MemoryPoolType = types.SimpleNamespace(
+        WORKSPACE="WORKSPACE", TACTIC_SHARED_MEMORY="TACTIC_SHARED_MEMORY"
+    )
     NetworkDefinitionCreationFlag = types.SimpleNamespace(STRONGLY_TYPED=0)
     TensorIOMode = types.SimpleNamespace(INPUT="in", OUTPUT="out")
 
@@ -160,6 +166,7 @@ class FakeTensorRT(types.ModuleType):
         self.dropped: set[str] = set()
         self.broken: dict[str, str] = {}
         self.inert: set[str] = set()
+        self.deadly: dict[str, str] = {}
         self.seconds = 0.0
         self.silent = False
         self.built: list[IBuilderConfig] = []
@@ -283,6 +290,10 @@ class Builder:
             if monitor is not None and not monitor.step_complete("build", 1):
                 return None
         for token in tokens:
+            if self._module.deadly.get(token) == "hang":
+                time.sleep(600)
+            if self._module.deadly.get(token) == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
             if token in self._module.broken:
                 self._logger.log(Log.Severity.ERROR, self._module.broken[token])
                 return None
@@ -469,8 +480,44 @@ def make(options: Mapping[str, str]) -> Any:
     return TensorRtBackend("tensorrt", options)
 
 
+def make_deadly(options: Mapping[str, str]) -> Any:
+    """The backend on the fake, whose compiler hangs or is killed with some routes."""
+    backend = make(options)
+    backend._trt.deadly = {"-kgen:tiling=0": "hang", "-kgen:tiling=1": "kill"}
+    return backend
+
+
+def make_without_gpu(options: Mapping[str, str]) -> Any:
+    """The backend on the fake, on a machine without a GPU."""
+    from routepilot.env.backends import tensorrt
+    from routepilot.env.errors import MachineError
+
+    def none(_: int) -> None:
+        raise MachineError("there is no CUDA device 0")
+
+    install(pytest.MonkeyPatch())
+    pytest.MonkeyPatch().setattr(tensorrt, "Gpu", none)
+    return tensorrt.TensorRtBackend("tensorrt", options)
+
+
+def make_windows(options: Mapping[str, str]) -> Any:
+    """The backend on the fake, as it is on Windows: without the tuner's list."""
+    backend = make(options)
+    backend._trt.routes = {"tuner_version": "", "tuner_options": []}
+    return backend
+
+
+def make_old(options: Mapping[str, str]) -> Any:
+    """The backend on a fake that is too old."""
+    from routepilot.env.backends.tensorrt import TensorRtBackend
+
+    install(pytest.MonkeyPatch(), "8.6.1")
+    return TensorRtBackend("tensorrt", options)
+
+
 def install(monkeypatch: pytest.MonkeyPatch, version: str = "11.1.0.106") -> FakeTensorRT:
     """Put the fake in place of `tensorrt` and of the GPU; returns it, to be set up further."""
+    from routepilot.env import plans as plans_on_disk
     from routepilot.env.backends import tensorrt, tensorrt_engine
 
     module = FakeTensorRT(version)
@@ -479,7 +526,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "11.1.0.106") -> Fak
     monkeypatch.setattr(tensorrt_engine, "Gpu", FakeGpu)
     monkeypatch.setattr(tensorrt_engine, "GpuTimer", FakeTimer)
     plans = Path(tempfile.mkdtemp(prefix="routepilot-plans-"))
-    monkeypatch.setattr(tensorrt_engine, "_plans_folder", lambda: plans)
+    monkeypatch.setattr(plans_on_disk, "_plans_folder", lambda: plans)
     return module
 
 

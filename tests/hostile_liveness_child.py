@@ -26,7 +26,8 @@ def main(arguments: list[str]) -> None:
         if flags == "-concat_elim=off":
             line.send({"status": "build_failed", "reason": "CHECK failed"})
         else:
-            line.send({"hash": leaked or ("live" if flags == "-split_elim=off" else "default")})
+            engine = leaked or ("live" if flags == "-split_elim=off" else "default")
+            line.send({"hash": engine, "bytes": "7"})
 
 
 if __name__ == "__main__":

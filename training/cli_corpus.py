@@ -243,7 +243,7 @@ def collect(
         deadline_seconds=deadline,
         allow=tuple(allow or ()),
     )
-    corpus = _corpus(models, seed)
+    corpus = corpus_of(models, seed)
     wanted = route_expression(expression, expression_file)
     count = preset(effort).routes if routes is None else routes
     end = math.inf if max_seconds is None else time.monotonic() + max_seconds
@@ -342,7 +342,12 @@ def _stop(known: str | None, backend: str) -> Stop:
     return Stop(load_table(find_table(name)))
 
 
-def _corpus(models: str, seed: int) -> list[CorpusModel]:
+def corpus_of(models: str, seed: int) -> list[CorpusModel]:
+    """The models of `--models`: `zoo`, `variants`, or names and files separated by commas.
+
+    Raises:
+        InputError: One is not known, or cannot be made here.
+    """
     from routepilot.env import zoo
     from routepilot.training.collect import CorpusModel
     from routepilot.training.inputs import prepare_model

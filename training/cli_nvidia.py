@@ -5,17 +5,19 @@ Imported by `cli.main`, which owns the application object.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from routepilot.env.errors import InputError
 from routepilot.training.cli import (
     BackendOpt,
     InputsOpt,
     JsonOpt,
-    ModelArg,
     QuietOpt,
+    SecondsOpt,
     SeedOpt,
     ShapeOpt,
     app,
@@ -31,7 +33,10 @@ NOT_PROVED = (
 
 @app.command()
 def live(
-    model: ModelArg,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="ONNX file, or zoo:NAME for a corpus model; none with --table."),
+    ] = None,
     capability: Annotated[
         str, typer.Option(help="Compute capability to compile for; no GPU is needed.")
     ] = "8.9",
@@ -42,26 +47,53 @@ def live(
     cache: Annotated[
         Path | None, typer.Option(help="Folder of earlier answers; the user's cache when absent.")
     ] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="Sweep many models into this liveness table.")
+    ] = None,
+    models: Annotated[
+        str,
+        typer.Option(
+            help="With --table: zoo, variants, a folder of prepared models, or names or files"
+            " separated by commas."
+        ),
+    ] = "zoo",
+    targets: Annotated[
+        str, typer.Option(help="With --table: compute capabilities, separated by commas.")
+    ] = "8.9,12.0",
+    max_seconds: SecondsOpt = None,
+    resume: Annotated[
+        list[Path] | None, typer.Option(help="With --table: earlier tables to take in.")
+    ] = None,
     shape: ShapeOpt = None,
     inputs: InputsOpt = None,
     seed: SeedOpt = 0,
     quiet: QuietOpt = False,
     json: JsonOpt = False,
 ) -> None:
-    """Say which TensorRT knobs change the engine of a model.
+    """Say which TensorRT knobs change the engine of a model, or of many.
 
     Compiles the model with TensorRT-RTX (extra `rtx`), once for each knob value changed alone, and
     compares the engines' bytes. A value that leaves them equal does nothing to this model in this
     compiler. TensorRT-RTX chooses kernels at run time, so knobs of tactics and attention kernels
     can look inert here and matter to TensorRT on a data-centre GPU.
 
+    With --table, many models and targets are swept into a file; the same command again continues.
+
     Example: routepilot live model.onnx --capability 8.9 --jobs 2
+
+    Example: routepilot live --table liveness.parquet --models zoo --targets 8.9,12.0 --jobs 16
     """
+    names = [name.strip() for name in knobs.split(",") if name.strip()] if knobs else None
+    if (model is None) == (table is None):
+        raise InputError("give one model, or --table FILE for many; see routepilot live --help")
+    if table is not None:
+        _live_table(table, models, targets, jobs, max_seconds, names, resume or [], seed, json)
+        return
     from routepilot.env.liveness import live as run
     from routepilot.training import console
     from routepilot.training.inputs import prepare_model
 
-    prepared = prepare_model(model, shape, inputs, seed).model
+    prepared = prepare_model(model or "", shape, inputs, seed).model
     with console.Steps(f"live {prepared.name}", 1, quiet=quiet or json) as steps:
         found = run(
             prepared,
@@ -87,6 +119,52 @@ def live(
         ],
     )
     console.out.print(f"{len(data['identical'])} changes leave the engine as it is", markup=False)
+    console.out.print(NOT_PROVED, markup=False)
+
+
+def _live_table(
+    table: Path,
+    models: str,
+    targets: str,
+    jobs: int,
+    max_seconds: float | None,
+    knobs: list[str] | None,
+    resume: list[Path],
+    seed: int,
+    json: bool,
+) -> None:
+    """`live --table`: many models and targets into one file."""
+    from routepilot.env.models import is_bundle
+    from routepilot.training import console
+    from routepilot.training.files import ensure_folder
+    from routepilot.training.liveness_sweep import LivenessOptions, models_in, sweep_liveness
+
+    ensure_folder(table.parent)
+    if Path(models).is_dir() and not is_bundle(Path(models)):
+        corpus = models_in(Path(models))
+    else:
+        from routepilot.training.cli_corpus import corpus_of
+
+        corpus = [entry.model for entry in corpus_of(models, seed)]
+    options = LivenessOptions(
+        out=table,
+        targets=tuple(target.strip() for target in targets.split(",") if target.strip()),
+        jobs=jobs,
+        seconds=math.inf if max_seconds is None else max_seconds,
+        knobs=None if knobs is None else tuple(knobs),
+        resume=tuple(resume),
+    )
+    with console.Steps("live", 1, quiet=json) as steps:
+        swept = sweep_liveness(corpus, options, lambda done, total: steps.quietly(done, total))
+    for name, why in swept.given_up.items():
+        console.say(f"{name}: given up: {why}")
+    if json:
+        console.print_json(
+            {"table": str(table), "left": swept.left, "given_up": dict(swept.given_up)}
+        )
+        return
+    rest = f", {swept.left} changes left: run it again" if swept.left else ""
+    console.out.print(f"written: {table} ({len(corpus)} models{rest})", markup=False)
     console.out.print(NOT_PROVED, markup=False)
 
 

@@ -33,14 +33,30 @@ def records_describe(
 ) -> None:
     """Say what a table holds: coverage, best gain by model, failures, controls.
 
+    Of a liveness table: live knobs by model, failures by reason, agreement between targets and
+    with the operator rule.
+
     Example: routepilot records describe cpu --tolerance 0.03
     """
     from routepilot.env.accuracy import Gate
+    from routepilot.env.liveness_table import (
+        describe_liveness,
+        is_liveness_table,
+        load_liveness,
+    )
     from routepilot.env.tables import describe_table, load_table
     from routepilot.training import console
     from routepilot.training.defaults import find_table
 
-    facts = describe_table(load_table(find_table(table)), Gate(limit=tolerance))
+    path = find_table(table)
+    if is_liveness_table(path):
+        found = describe_liveness(load_liveness(path))
+        if json:
+            console.print_json(found)
+        else:
+            console.print_liveness(found)
+        return
+    facts = describe_table(load_table(path), Gate(limit=tolerance))
     if json:
         console.print_json(facts)
         return
@@ -97,13 +113,27 @@ def records_merge(
 ) -> None:
     """Put the partial tables of one target together; an outcome held twice is kept once.
 
+    Liveness tables of one compiler go together likewise.
+
     Example: routepilot records merge slice1.parquet slice2.parquet -o h200.parquet
     """
+    from routepilot.env.liveness_table import (
+        is_liveness_table,
+        load_liveness,
+        merge_liveness,
+        save_liveness,
+    )
     from routepilot.env.tables import load_table, merge_tables, save_table
     from routepilot.training import console
     from routepilot.training.defaults import find_table
 
-    merged = merge_tables([load_table(find_table(table)) for table in tables])
+    paths = [find_table(table) for table in tables]
+    if paths and all(map(is_liveness_table, paths)):
+        whole = merge_liveness([load_liveness(path) for path in paths])
+        save_liveness(whole, out)
+        console.out.print(f"written: {out} ({len(whole.models)} models)", markup=False)
+        return
+    merged = merge_tables([load_table(path) for path in paths])
     save_table(merged, out)
     console.out.print(f"written: {out} ({len(merged.models)} models)", markup=False)
 

@@ -24,9 +24,10 @@ from routepilot.env.records import RouteTable
 from routepilot.env.routes import Route
 from routepilot.env.store import RecordStore
 from routepilot.env.tables import load_table
+from routepilot.env.trtexec import trial_line
 from routepilot.training.candidates import make_problem
 from routepilot.training.defaults import find_policy, find_table, released_name, released_policies
-from routepilot.training.files import ensure_folder, write_json
+from routepilot.training.files import Output, ensure_folder, write_json
 from routepilot.training.inputs import NamedModel
 from routepilot.training.manifest import manifest
 from routepilot.training.search import Budget, Confirmed, Search, confirm_best, run_search
@@ -57,11 +58,14 @@ class AgentResult:
         name: Agent.
         search: What it did.
         confirmed: Its confirmed answer.
+        trtexec: Command line that builds the answer, in the folder of the comparison; empty for
+            other compilers.
     """
 
     name: str
     search: Search
     confirmed: Confirmed
+    trtexec: str = ""
 
     def as_json(self) -> dict[str, object]:
         """The row as plain data."""
@@ -78,6 +82,7 @@ class AgentResult:
             "outcomes": self.search.statuses,
             "ended_by": self.search.ended_by,
             "note": self.confirmed.note,
+            **({"trtexec": self.trtexec} if self.trtexec else {}),
         }
 
 
@@ -148,7 +153,7 @@ def run_agents(
             on_ask=partial(on_ask, name) if on_ask is not None else None,
         )
     say(CONFIRMING)
-    answers = {key: confirm_best(session, found) for key, found in _answers(searches).items()}
+    answers = {key: _answer(session, found) for key, found in _answers(searches).items()}
     return _rows(searches, answers)
 
 
@@ -193,7 +198,7 @@ def run_agents_at_once(
     replay = Replay(table, config.gate) if table is not None else None
     sharing, lock = Sharing(), threading.Lock()
     searches: dict[str, Search] = {}
-    answers: dict[tuple[Route, ...], Confirmed] = {}
+    answers: dict[tuple[Route, ...], tuple[Confirmed, str]] = {}
 
     @contextmanager
     def opened(slot: Slot) -> Iterator[Session]:
@@ -234,7 +239,7 @@ def run_agents_at_once(
 
     def confirm(slot: Slot, answer: tuple[tuple[Route, ...], list[Outcome]]) -> None:
         with opened(slot) as session:
-            answers[answer[0]] = confirm_best(session, answer[1])
+            answers[answer[0]] = _answer(session, answer[1])
 
     share_out(dict.fromkeys(agents), slots, search)
     say(CONFIRMING)
@@ -251,14 +256,20 @@ def _answers(searches: Mapping[str, Search]) -> dict[tuple[Route, ...], list[Out
     return found
 
 
+def _answer(session: Session, promising: list[Outcome]) -> tuple[Confirmed, str]:
+    """What is confirmed, and trtexec's line for it."""
+    confirmed = confirm_best(session, promising)
+    return confirmed, trial_line(session.catalog.name, session.config.options, confirmed.route)
+
+
 def _key(search: Search) -> tuple[Route, ...]:
     return tuple(outcome.route for outcome in search.promising())[:1]
 
 
 def _rows(
-    searches: Mapping[str, Search], answers: Mapping[tuple[Route, ...], Confirmed]
+    searches: Mapping[str, Search], answers: Mapping[tuple[Route, ...], tuple[Confirmed, str]]
 ) -> Mapping[str, AgentResult]:
-    return {name: AgentResult(name, s, answers[_key(s)]) for name, s in searches.items()}
+    return {name: AgentResult(name, s, *answers[_key(s)]) for name, s in searches.items()}
 
 
 def compare(
@@ -297,10 +308,11 @@ def compare(
     for name in agents:
         check_name(name)
     known, loaded = _sources(named, agents, config.backend, table, policy, say)
-    folder = ensure_folder(out)
+    folder = out
     records, work = folder / "records.sqlite", folder / "work"
     run: Callable[..., Mapping[str, AgentResult]]
     if pool is not None:
+        ensure_folder(folder)
         run = partial(run_agents_at_once, named, agents, budget, config, records, work, pool.slots)
     else:
         run = partial(_one_after_the_other, named, agents, budget, config, records, work)
@@ -341,9 +353,11 @@ def _one_after_the_other(
     **kwargs: Any,
 ) -> Mapping[str, AgentResult]:
     with (
+        Output(records.parent) as output,
         RecordStore(records) as store,
         Session(named.model, config, store, work) as session,
     ):
+        output.keep()
         return run_agents(session, agents, budget, **kwargs)
 
 

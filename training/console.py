@@ -150,6 +150,9 @@ def print_comparison(title: str, rows: Mapping[str, AgentResult]) -> None:
             for name, row in rows.items()
         ],
     )
+    for name, row in rows.items():
+        if row.trtexec:
+            out.print(f"{name} by trtexec: {row.trtexec}", markup=False, soft_wrap=True)
 
 
 def print_forecast(foreseen: Mapping[str, Any]) -> None:
@@ -214,3 +217,58 @@ def print_description(facts: Mapping[str, Any]) -> None:
         f" {(facts['build_seconds'] + facts['measure_seconds']) / 3600:.2f} machine hours",
         markup=False,
     )
+
+
+def print_liveness(facts: Mapping[str, Any]) -> None:
+    """What a liveness table holds: live knobs by model, failures, agreements."""
+    total = facts["outcomes"]
+    print_table(
+        f"{facts['compiler']}: {facts['changes']} changes of {facts['knobs']} knobs;"
+        f" {sum(total.values())} compiled: {total.get('changed', 0)} changed,"
+        f" {total.get('identical', 0)} identical, {total.get('failed', 0)} failed",
+        ("model", "target", "tried", "changed", "identical", "failed", "refused", "live knobs")
+        + ("engines",),
+        [
+            (m["name"], m["target"], m["tried"], m["changed"], m["identical"], m["failed"])
+            + (m["refused"], len(m["live_knobs"]), m["distinct_engines"])
+            for m in facts["models"]
+        ],
+    )
+    for refused in facts["refused_models"]:
+        out.print(
+            f"{refused['name']} for {refused['target']}: {refused['reason']}",
+            markup=False,
+            soft_wrap=True,
+        )
+    print_table(
+        "failures by reason",
+        ("reason", "compiles", "models", "commonest changes"),
+        [
+            (r["reason"], r["count"], r["models"], " ".join(r["changes"]))
+            for r in facts["reasons"][:12]
+        ],
+    )
+    print_table(
+        "most often live",
+        ("knob", "models"),
+        list(facts["live_knobs"].items())[:20],
+    )
+    out.print(f"{len(facts['never_live'])} knobs changed no engine", markup=False)
+    for pair in facts["targets"]:
+        compared = pair["same"] + pair["differ"]
+        out.print(
+            f"{' and '.join(pair['targets'])} agree on {pair['same']} of {compared} outcomes of"
+            f" {pair['models']} models; most apart:"
+            f" {', '.join(f'{c} ({n})' for c, n in list(pair['changes'].items())[:6]) or 'none'}",
+            markup=False,
+        )
+    rule = facts["operator_rule"]
+    acted = rule["changed_though_ruled_out"]
+    out.print(
+        f"operator rule: {rule['ruled_out']} ruled out, of which {len(acted)} changed the engine"
+        f" all the same; it foresees {rule['identical_and_ruled_out']} of the {rule['identical']}"
+        " that are identical",
+        markup=False,
+    )
+    for case in acted[:12]:
+        out.print(f"  {case['name']} for {case['target']}: {case['change']}", markup=False)

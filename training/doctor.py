@@ -79,12 +79,27 @@ def run_checks(backend: str, options: Mapping[str, str] | None = None) -> Iterat
                 timed = timed and not (check.check in NEEDED and check.status != "pass")
                 yield check
             if not timed:
+                for name in TIMED:
+                    yield Check(name, "unavailable", "nothing can be timed here", _SEE_ABOVE)
                 return
         yield from _backend_checks(backend, model, place, options or {})
 
 
 #: Without these of TensorRT's checks nothing can be timed.
 NEEDED = ("import", "GPU and driver", "catalog", "build default")
+
+
+#: The checks of a session, which times.
+TIMED = (
+    "default route",
+    "another route",
+    "refused combination",
+    "noise floor",
+    "child is killed at its deadline",
+    "a run goes on where it was",
+)
+
+_SEE_ABOVE = "mend the first check above that does not pass"
 
 
 def _compiler_checks(
@@ -153,12 +168,16 @@ def _backend_checks(
         versions = ", ".join(f"{k} {v}" for k, v in target.versions.items())
         yield Check(name, "pass", f"{target.device}; {versions}")
         yield Check("catalog", "pass", f"{len(session.catalog.knobs)} knobs")
-        yield _guarded("default route", lambda: _default(session))
-        yield _guarded("another route", lambda: _another(session))
-        yield _guarded("refused combination", lambda: _refusal(session))
-        yield _guarded("noise floor", lambda: _noise(session))
-        yield _guarded("child is killed at its deadline", lambda: _deadline(session, folder))
-        yield _guarded("a run goes on where it was", lambda: _resume(session, folder))
+        runs = (
+            lambda: _default(session),
+            lambda: _another(session),
+            lambda: _refusal(session),
+            lambda: _noise(session),
+            lambda: _deadline(session, folder),
+            lambda: _resume(session, folder),
+        )
+        for check, run in zip(TIMED, runs, strict=True):
+            yield _guarded(check, run)
 
 
 def _guarded(name: str, check: Callable[[], Check]) -> Check:

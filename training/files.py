@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
+from types import TracebackType
 
 from routepilot.env.drafts import whole_file
-from routepilot.env.errors import InputError
+from routepilot.env.errors import InputError, RoutePilotError
 
 
 class Format(str, Enum):
@@ -35,6 +38,46 @@ def ensure_folder(folder: Path) -> Path:
             " name another with -o"
         ) from None
     return folder
+
+
+class Output:
+    """An output folder that goes again if nothing came of it: a refused command leaves nothing.
+
+    As a context manager it makes the folder; a RoutePilotError that leaves the block before `keep`
+    removes what this made, unless somebody put something of his own beside it.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        InputError: It cannot be made or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        missing = [place for place in (folder, *folder.parents) if not place.exists()]
+        self._made, self._kept = missing, not missing
+        ensure_folder(folder)
+
+    def keep(self) -> None:
+        """Something came of it: the folder stays whatever happens."""
+        self._kept = True
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._kept or not isinstance(error, RoutePilotError):
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):  # a parent that is not empty stays
+            for parent in self._made[1:]:
+                parent.rmdir()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,8 @@ def summary(result: dict[str, Any], comparison: dict[str, Any] | None = None) ->
             "| --- | --- | --- | --- |",
             *(_agent_line(name, row) for name, row in comparison["agents"].items()),
         ]
+        agents = comparison["agents"].items()
+        lines += _by_trtexec({name: row.get("trtexec", "") for name, row in agents})
     if result["trials"]:
         failed = sum(trial["status"] != "ok" for trial in result["trials"])
         lines += [
@@ -123,6 +126,8 @@ def summary(result: dict[str, Any], comparison: dict[str, Any] | None = None) ->
             "",
             "</details>",
         ]
+        told = [trial.get("trtexec", "") for trial in result["trials"]]
+        lines += _by_trtexec({f"build {n}": line for n, line in enumerate(told, 1)})
     return "\n".join([*lines, ""])
 
 
@@ -149,6 +154,13 @@ def _answer_lines(result: dict[str, Any]) -> list[str]:
         f" {result['builds']} routes built in {result['seconds']:.0f} s, chosen by"
         f" {_cell(result['policy'])}; default latency {result['default_latency_ms']:.3g} ms.",
     ]
+
+
+def _by_trtexec(lines: Mapping[str, str]) -> list[str]:
+    """Command lines that build the same, where the compiler has any."""
+    told = [f"- {_cell(name)}: `{_cell(line)}`" for name, line in lines.items() if line]
+    head = ["", "<details><summary>The same by trtexec, in the run's folder</summary>", ""]
+    return [*head, *told, "", "</details>"] if told else []
 
 
 def _trial_line(number: int, trial: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +24,13 @@ from routepilot.env.errors import InputError, MachineError
 from routepilot.env.forecast import Calibration
 from routepilot.env.models import Model, prepare
 from routepilot.env.outcomes import Outcome
-from routepilot.env.routes import DEFAULT_ROUTE
+from routepilot.env.routes import DEFAULT_ROUTE, Route
 from routepilot.env.store import RecordStore
-from routepilot.env.trtexec import build_line
+from routepilot.env.trtexec import build_line, trial_line
 from routepilot.training import deploy
 from routepilot.training.candidates import make_problem
 from routepilot.training.defaults import choose_agent
-from routepilot.training.files import ensure_folder, write_json
+from routepilot.training.files import Output, write_json
 from routepilot.training.manifest import manifest
 from routepilot.training.runs import RECORDS, RESULT, Run, read_result, write_run
 from routepilot.training.search import Budget, Confirmed, OnAsk, Search, confirm_best, run_search
@@ -58,6 +59,7 @@ class TuneResult:
         seconds: Wall-clock seconds of the run.
         overhead_seconds: Seconds spent neither building nor measuring.
         trtexec: Command line that builds the answer again in OUT; empty for other compilers.
+        trial_line: The same for any route.
         foreseen: What the policy expected before any build: routes with calibrated chances, and the
             corpus models it reasons from; empty without a policy.
         manifest: What the figures depend on.
@@ -75,6 +77,7 @@ class TuneResult:
     seconds: float
     overhead_seconds: float
     trtexec: str = ""
+    trial_line: Callable[[Route], str] = lambda route: ""
     foreseen: Mapping[str, object] = field(default_factory=dict)
     manifest: Mapping[str, object] = field(default_factory=dict)
     state: str = "done"
@@ -121,13 +124,18 @@ class TuneResult:
             "note": self.confirmed.note,
             **({"trtexec": self.trtexec} if self.trtexec else {}),
             **({"forecast": dict(self.foreseen)} if self.foreseen else {}),
-            "trials": [trial_as_json(o) for o in self.search.outcomes],
+            "trials": [trial_as_json(o, self.trial_line(o.route)) for o in self.search.outcomes],
             "manifest": dict(self.manifest),
         }
 
 
-def trial_as_json(outcome: Outcome) -> dict[str, object]:
-    """One outcome as plain data for results and reports."""
+def trial_as_json(outcome: Outcome, trtexec: str = "") -> dict[str, object]:
+    """One outcome as plain data for results and reports.
+
+    Args:
+        outcome: The outcome.
+        trtexec: Command line that builds its route; left out when empty.
+    """
     measured = outcome.measurement
     return {
         "route": str(outcome.route),
@@ -141,6 +149,7 @@ def trial_as_json(outcome: Outcome) -> dict[str, object]:
         "build_seconds": outcome.build_seconds,
         "measure_seconds": outcome.measure_seconds,
         "engine_hash": outcome.engine_hash,
+        **({"trtexec": trtexec} if trtexec else {}),
     }
 
 
@@ -204,7 +213,7 @@ def tune(
         if isinstance(model, Model)
         else prepare(Path(model), shapes=shapes, inputs=inputs, seed=seed)
     )
-    folder = ensure_folder(Path(out)) if out is not None else ensure_folder(prepared.folder / "run")
+    folder = Path(out) if out is not None else prepared.folder / "run"
     base = config or SessionConfig()
     settings = replace(
         base,
@@ -212,12 +221,13 @@ def tune(
         options={**base.options, "threads": str(threads)},
         gate=gate or base.gate,
     )
-    if out is not None:
-        write_run(folder, _run_of(prepared, settings, policy, agent, seed))
     with (
+        Output(folder) as output,
         RecordStore(folder / RECORDS) as store,
         Session(prepared, settings, store, folder / "work") as session,
     ):
+        if out is not None:
+            write_run(folder, _run_of(prepared, settings, policy, agent, seed))
         session.wake()
         choice = choose_agent(session, policy=policy, agent=agent)
         say(choice.why)
@@ -227,6 +237,7 @@ def tune(
         searcher = make_agent(choice.agent, problem, replay=choice.replay, policy=choice.policy)
         foreseen = _foresee(searcher, choice.policy, problem)
         say(f"default route of {prepared.name} on {backend}, {threads} thread(s)")
+        output.keep()  # the child's log tells more of a default that fails
         default = session.default()
         facts = manifest(
             seed=seed,
@@ -255,6 +266,7 @@ def tune(
                 seconds=seconds,
                 overhead_seconds=seconds - session.worker_seconds,
                 trtexec=build_line(session.catalog.name, settings.options, confirmed.route),
+                trial_line=partial(trial_line, session.catalog.name, settings.options),
                 foreseen=foreseen,
                 manifest={
                     **facts,

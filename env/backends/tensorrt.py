@@ -22,6 +22,7 @@ from routepilot.env.backends.base import BuildFailure, Engine, Target
 from routepilot.env.backends.cpu import read_failure
 from routepilot.env.backends.recipes import Transformed
 from routepilot.env.backends.tensorrt_catalog import (
+    PRECISION_KNOB,
     RTX_LEVERS,
     is_build_route_knob,
     make_catalog,
@@ -37,12 +38,19 @@ from routepilot.env.backends.tensorrt_compiler import (
     version_numbers,
 )
 from routepilot.env.backends.tensorrt_engine import TensorRtEngine
-from routepilot.env.backends.tensorrt_options import Channel, TimingCache, read_options
-from routepilot.env.backends.tensorrt_precision import variant
+from routepilot.env.backends.tensorrt_options import (
+    Channel,
+    Plans,
+    Quantizer,
+    TimingCache,
+    read_options,
+)
+from routepilot.env.backends.tensorrt_precision import require_modelopt, variant
 from routepilot.env.child import one_line
 from routepilot.env.errors import InputError, MachineError, ModelError, RoutePilotError
 from routepilot.env.gpu_timing import Gpu
 from routepilot.env.outcomes import Status
+from routepilot.env.plans import keep_plan, keep_source
 from routepilot.env.routes import Catalog, Route
 
 if TYPE_CHECKING:
@@ -76,6 +84,8 @@ class TensorRtBackend:
         self.options = read_options(name, options or {})
         self._confirming = False
         self._trt = find_module(name)
+        if self.options.quantizer is Quantizer.MODELOPT:
+            require_modelopt()
         self._networks: dict[Path, Network] = {}
         self._compilers: dict[Path | None, Compiler] = {}
 
@@ -142,6 +152,7 @@ class TensorRtBackend:
             settings = Settings(
                 compute_capability=self.capability,
                 workspace_bytes=self.options.workspace_mib << 20,
+                tactic_shared_bytes=self.options.tactic_shared_kib << 10,
                 avg_timing_iterations=self.options.avg_timing,
                 deadline_seconds=float(self.options.deadline),
                 timing_cache=cache,
@@ -154,9 +165,15 @@ class TensorRtBackend:
     def _catalog(self) -> Catalog:
         version = str(self._trt.__version__)
         unsafe = self.options.unsafe
+        fp8 = self.options.quantizer is Quantizer.MODELOPT
         if self.name == "tensorrt_rtx":
             return make_catalog(
-                self.name, version, shipped_routes_json(), levers=RTX_LEVERS, unsafe=unsafe
+                self.name,
+                version,
+                shipped_routes_json(),
+                levers=RTX_LEVERS,
+                unsafe=unsafe,
+                fp8=fp8,
             )
         levers = set(LEVERS)
         if self.options.optimization_level >= 0:
@@ -171,7 +188,7 @@ class TensorRtBackend:
                 f"TensorRT {version} lists no build routes here (Windows builds have no Global"
                 " Performance Tuner); use Linux, or channel=lunowud (experimental)"
             )
-        return make_catalog(self.name, version, routes, levers=levers, unsafe=unsafe)
+        return make_catalog(self.name, version, routes, levers=levers, unsafe=unsafe, fp8=fp8)
 
     def catalog(self) -> Catalog:
         """The knobs; see `base.Backend`."""
@@ -207,10 +224,13 @@ class TensorRtBackend:
         objection = catalog.objection(route)
         if objection is not None:
             return BuildFailure(Status.REFUSED, objection)
-        source = self._source(model, catalog.full_settings(route)["-precision"], workdir)
+        precision = catalog.full_settings(route)[PRECISION_KNOB.name]
+        source = self._source(model, precision, workdir)
         if isinstance(source, BuildFailure):
             return source
         start = time.perf_counter()
+        if self.options.plans is Plans.ALL:
+            keep_source(source.path, precision, workdir)
         compiler = self._compiler(self._cache_file(workdir))
         try:
             network = self._network(compiler, source.path, model)
@@ -232,6 +252,8 @@ class TensorRtBackend:
         plan = compile_plan(detailed=False)
         if isinstance(plan, BuildFailure):
             return BuildFailure(plan.status, one_line(plan.reason))
+        if self.options.plans is Plans.ALL:
+            keep_plan(plan.data, plan.hash, workdir)
         seconds = source.seconds + time.perf_counter() - start
         detailed = partial(compile_plan, detailed=True)
         return TensorRtEngine(self._trt, plan, model, self._gpu, seconds, source.path, detailed)
@@ -240,7 +262,7 @@ class TensorRtBackend:
         scratch = workdir / ".precision"
         try:
             scratch.mkdir(parents=True, exist_ok=True)
-            return variant(model, precision, workdir, scratch)
+            return variant(model, precision, workdir, scratch, self.options.quantizer)
         except MachineError:
             raise
         except Exception as error:  # the tools raise whatever they like

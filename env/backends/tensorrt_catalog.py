@@ -221,6 +221,7 @@ def make_catalog(
     *,
     levers: Iterable[str] | None = None,
     unsafe: bool = False,
+    fp8: bool = False,
 ) -> Catalog:
     """The catalog of one compiler.
 
@@ -230,6 +231,7 @@ def make_catalog(
         routes_json: `all_build_routes`; blank gives levers and precision only.
         levers: Names of the levers that act; None for all.
         unsafe: Take in the knobs of `UNSAFE` too, marked as such.
+        fp8: The precision knob has explicit float8 Q/DQ too.
 
     Raises:
         InputError: As `read_build_routes`.
@@ -237,7 +239,8 @@ def make_catalog(
     tuner, routes = read_build_routes(routes_json) if routes_json.strip() else ("none", ())
     knobs = [k for k in map(marked, routes) if unsafe or k.name not in UNSAFE]
     acting = [k for k in LEVER_KNOBS if levers is None or k.name in set(levers)]
-    everything = (PRECISION_KNOB, *acting, *knobs)
+    precision = replace(PRECISION_KNOB, values=(*PRECISION_KNOB.values, "fp8"))
+    everything = (precision if fp8 else PRECISION_KNOB, *acting, *knobs)
     return Catalog(
         backend, f"{compiler_version} tuner {tuner}", everything, tuple(requirements(everything))
     )

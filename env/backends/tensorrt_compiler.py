@@ -138,6 +138,7 @@ class Settings:
         compute_capability: e.g. `8.9`; TensorRT-RTX compiles for it without a GPU. Empty for the
             GPU at hand.
         workspace_bytes: Limit of the workspace pool; 0 leaves TensorRT's.
+        tactic_shared_bytes: Limit of the pool of a tactic's shared memory; 0 leaves TensorRT's.
         avg_timing_iterations: Timings averaged for a tactic (TensorRT's own default is 1,
             trtexec's is 8); a measuring setting, not a knob.
         deadline_seconds: A build is cancelled after this long; 0 for no limit.
@@ -147,6 +148,7 @@ class Settings:
 
     compute_capability: str = ""
     workspace_bytes: int = 0
+    tactic_shared_bytes: int = 0
     avg_timing_iterations: int = 0
     deadline_seconds: float = 0.0
     timing_cache: Path | None = None
@@ -325,8 +327,13 @@ class Compiler:
         if self._capability is not None:
             config.num_compute_capabilities = 1
             config.set_compute_capability(self._capability, 0)
-        if settings.workspace_bytes:
-            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, settings.workspace_bytes)
+        pools = {
+            "WORKSPACE": settings.workspace_bytes,
+            "TACTIC_SHARED_MEMORY": settings.tactic_shared_bytes,
+        }
+        for pool, size in pools.items():
+            if size:
+                config.set_memory_pool_limit(getattr(trt.MemoryPoolType, pool), size)
         if settings.avg_timing_iterations:
             config.avg_timing_iterations = settings.avg_timing_iterations
         for name, value in levers.items():

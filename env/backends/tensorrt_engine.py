@@ -1,16 +1,14 @@
-"""A TensorRT engine alive on the GPU: load, run, time, save; and which plans may be loaded.
+"""A TensorRT engine alive on the GPU: load, run, time, save.
 
 Owns execution. Knows plans and models, no route and no builder. Nothing here touches the GPU
 before the first `run` or `time`, so that TensorRT-RTX can build on a machine that has none.
 
-A plan is executable code: `open_plan` loads one only if this installation saved it, or the user
-says that it is trusted.
+A plan is executable code: `open_plan` loads one only if this installation made it, or the user
+says that it is trusted (`env/plans.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -25,9 +23,9 @@ from routepilot.env.backends.layers import PROFILE_WARMUP, Layers
 from routepilot.env.backends.tensorrt_compiler import Plan, find_module
 from routepilot.env.backends.tensorrt_ear import Ear, captured_output
 from routepilot.env.backends.tensorrt_layers import make_profiler, mean_times, read_layers
-from routepilot.env.drafts import whole_file
-from routepilot.env.errors import InputError, MachineError
+from routepilot.env.errors import MachineError
 from routepilot.env.gpu_timing import CudaFault, Gpu, GpuTimer
+from routepilot.env.plans import copy_onnx, read_plan, remember_plan
 
 if TYPE_CHECKING:
     from routepilot.env.models import Model
@@ -299,72 +297,6 @@ class TensorRtEngine:
         if self._execution is not None:
             self._execution.close()
             self._execution = None
-
-
-def copy_onnx(source: Path, folder: Path) -> list[str]:
-    """Put an ONNX file, with its external weights, into a folder as `model.onnx`.
-
-    Returns:
-        Names of the files written.
-    """
-    import onnx
-    from onnx.external_data_helper import ExternalDataInfo, uses_external_data
-
-    proto = onnx.load(str(source), load_external_data=False)
-    tensors = [t for t in proto.graph.initializer if uses_external_data(t)]
-    names = {"model.onnx": source}
-    names |= {n: source.parent / n for n in {ExternalDataInfo(t).location for t in tensors}}
-    for name, file in names.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, folder / name)
-    return sorted(names)
-
-
-def _plans_folder() -> Path:
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("routepilot")) / "plans"
-
-
-def remember_plan(digest: str) -> None:
-    """Note that this installation made a plan with this hash.
-
-    Raises:
-        MachineError: The note cannot be written.
-    """
-    folder = _plans_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with whole_file(folder / digest):
-            pass  # the name says it all
-    except OSError as error:
-        raise MachineError(f"{folder} cannot be written: {error}") from None
-
-
-def read_plan(path: Path, *, trust: bool = False, expected: str = "") -> bytes:
-    """The bytes of a plan file that may be loaded.
-
-    Args:
-        path: The file.
-        trust: Load a plan that this installation did not make.
-        expected: Hash the plan must have; empty for any.
-
-    Raises:
-        InputError: The file cannot be read, was changed, or is not ours.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"plan file {str(path)!r} cannot be read: {error}") from None
-    digest = hashlib.sha256(data).hexdigest()
-    if expected and digest != expected:
-        raise InputError(f"plan file {str(path)!r} was changed since it was saved; build it again")
-    if not trust and not (_plans_folder() / digest).is_file():
-        raise InputError(
-            f"plan file {str(path)!r} was not made by this installation, and a plan is code that"
-            " runs; load it with --trust only if you know who built it"
-        )
-    return data
 
 
 def open_plan(

@@ -32,6 +32,20 @@ class TimingCache(str, Enum):
     REPLAY = "replay"  # a kept one, and no build that would have to time a kernel anew
 
 
+class Plans(str, Enum):
+    """Which engines of a run stay on disk."""
+
+    ALL = "all"  # those of every trial, by content hash
+    WINNER = "winner"  # the answer's alone, in the deploy folder
+
+
+class Quantizer(str, Enum):
+    """What writes explicit Q/DQ into the ONNX file."""
+
+    ONNXRUNTIME = "onnxruntime"  # int8
+    MODELOPT = "modelopt"  # NVIDIA's Model Optimizer: int8 and fp8
+
+
 @dataclass(frozen=True)
 class TensorRtOptions:
     """What can be asked of TensorRT besides a route.
@@ -45,10 +59,13 @@ class TensorRtOptions:
             8.9 where there is none.
         device: CUDA device number.
         workspace_mib: Limit of the workspace, MiB; 0 leaves TensorRT's.
+        tactic_shared_kib: Limit of the shared memory a tactic may use, KiB; 0 leaves TensorRT's.
         avg_timing: Timings averaged for a tactic; 0 leaves TensorRT's.
         optimization_level: Builder optimization level of every build, which is then no knob; -1
             leaves it a knob.
         deadline: Seconds after which a build is cancelled from inside; 0 for never.
+        plans: Which engines stay on disk.
+        quantizer: What writes explicit Q/DQ.
     """
 
     channel: Channel = Channel.BUILD_ROUTE
@@ -58,17 +75,23 @@ class TensorRtOptions:
     capability: str = ""
     device: int = 0
     workspace_mib: int = 0
+    tactic_shared_kib: int = 0
     avg_timing: int = 0
     optimization_level: int = -1
     deadline: int = 0
+    plans: Plans = Plans.ALL
+    quantizer: Quantizer = Quantizer.ONNXRUNTIME
 
     def measuring(self) -> dict[str, str]:
         """Those that change a figure, by name; part of the target."""
         words = {"channel": self.channel.value, "timing_cache": self.timing_cache.value}
-        for name in ("capability", "workspace_mib", "avg_timing", "optimization_level"):
+        names = "capability workspace_mib tactic_shared_kib avg_timing optimization_level"
+        for name in names.split():
             value = getattr(self, name)
             if value != getattr(TensorRtOptions(), name):
                 words[name] = str(value)
+        if self.quantizer is not Quantizer.ONNXRUNTIME:
+            words["quantizer"] = self.quantizer.value
         return words
 
 
@@ -81,9 +104,12 @@ NAMES: dict[str, str] = {
     "capability": "compute capability for TensorRT-RTX, e.g. 8.9",
     "device": "CUDA device number",
     "workspace_mib": "limit of the workspace in MiB",
+    "tactic_shared_kib": "limit of a tactic's shared memory in KiB",
     "avg_timing": "timings averaged for a tactic",
     "optimization_level": "builder optimization level of every build, 0 to 5",
     "deadline": "seconds after which a build is cancelled",
+    "plans": "all or winner: which engines stay on disk",
+    "quantizer": "onnxruntime (int8) or modelopt (int8, fp8)",
 }
 
 
@@ -131,12 +157,19 @@ def read_options(backend: str, given: Mapping[str, str]) -> TensorRtOptions:
     return options
 
 
+#: Options whose values are words.
+_WORDS: dict[str, type[Enum]] = {
+    "channel": Channel,
+    "timing_cache": TimingCache,
+    "plans": Plans,
+    "quantizer": Quantizer,
+}
+
+
 def _read(name: str, word: str) -> object:
     kinds = {field.name: field.type for field in fields(TensorRtOptions)}
-    if name == "channel":
-        return _word(name, word, Channel)
-    if name == "timing_cache":
-        return _word(name, word, TimingCache)
+    if name in _WORDS:
+        return _word(name, word, _WORDS[name])
     if name == "unsafe":
         if word not in ("on", "off"):
             raise InputError(f"backend option {name}={word!r} is not allowed; allowed: on, off")

@@ -1,8 +1,9 @@
 """The ONNX file in other precisions, as TensorRT wants them.
 
-Owns casts to float16 and bfloat16 with their ranges checked, and explicit int8 Q/DQ calibrated on
-the selection inputs. In TensorRT 11 every network is typed by its file, so precision is chosen
-here. Knows no builder and no accuracy gate. The steps are kept as those of `recipes.py` are.
+Owns casts to float16 and bfloat16 with their ranges checked, and explicit int8 or float8 Q/DQ
+calibrated on the selection inputs: ONNX Runtime's quantizer, or NVIDIA's Model Optimizer where the
+extra `modelopt` brings it. In TensorRT 11 every network is typed by its file, so precision is
+chosen here. Knows no builder and no accuracy gate. The steps are kept as those of `recipes.py` are.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from routepilot.env.backends.recipes import (
     is_split,
     tensor_ranges,
 )
+from routepilot.env.backends.tensorrt_options import Quantizer
+from routepilot.env.child import one_line
+from routepilot.env.errors import MissingExtraError
 
 if TYPE_CHECKING:
     import onnx
@@ -49,14 +53,37 @@ INT8_OPTIONS = {
 }
 
 
-def variant(model: Model, precision: str, workdir: Path, scratch: Path) -> Transformed:
+def require_modelopt() -> None:
+    """Prove that Model Optimizer's ONNX part is there.
+
+    Raises:
+        MissingExtraError: It is not, or does not load.
+    """
+    try:
+        import modelopt.onnx.quantization  # noqa: F401
+    except (ImportError, OSError) as error:
+        raise MissingExtraError(
+            "quantizer=modelopt needs NVIDIA's Model Optimizer, which cannot be loaded"
+            f" ({one_line(str(error))}); install it with: pip install 'routepilot[modelopt]', or"
+            " leave the option out"
+        ) from None
+
+
+def variant(
+    model: Model,
+    precision: str,
+    workdir: Path,
+    scratch: Path,
+    quantizer: Quantizer = Quantizer.ONNXRUNTIME,
+) -> Transformed:
     """The model's file in a precision, made or found made.
 
     Args:
         model: Prepared model; its selection input sets calibrate.
-        precision: A value of `tensorrt_catalog.PRECISION_KNOB`.
+        precision: A value of `tensorrt_catalog.PRECISION_KNOB`, or `fp8`.
         workdir: Folder that keeps the files.
         scratch: Folder for what is thrown away, on the same file system.
+        quantizer: What writes Q/DQ; `fp8` needs Model Optimizer.
 
     Raises:
         Exception: Whatever the tools raise; the caller turns it into a build failure.
@@ -66,6 +93,9 @@ def variant(model: Model, precision: str, workdir: Path, scratch: Path) -> Trans
         return start
     kept = KeptSteps(workdir, scratch, file_key(model))
     inputs = model.selection()
+    if quantizer is Quantizer.MODELOPT and precision in ("int8", "fp8"):
+        optimize = partial(_optimize, inputs=inputs, mode=precision)
+        return kept.step(f"modelopt-{precision}", start, start, optimize)
     if precision == "int8":
         # Scales must not land on tensors that a folded normalisation removes.
         start = kept.step("folded", start, start, fold_constants)
@@ -86,6 +116,28 @@ def _quantize(source: Path, out: Path, inputs: Sequence[Tensors]) -> None:
     quantizer = QDQQuantizer(proto, True, False, kind, kind, *which)
     quantizer.quantize_model()
     quantizer.model.save_model_to_file(str(out), is_split(source))
+
+
+def _optimize(source: Path, out: Path, inputs: Sequence[Tensors], mode: str) -> None:
+    """Q/DQ by Model Optimizer, calibrated on the CPU; what stays in float keeps its type."""
+    import onnx
+    from modelopt.onnx.quantization import quantize
+
+    together = {name: np.concatenate([one[name] for one in inputs]) for name in inputs[0]}
+    quantize(
+        onnx_path=str(source),
+        quantize_mode=mode,
+        calibration_data=together,
+        calibration_method="max",
+        calibration_eps=["cpu"],
+        high_precision_dtype="fp32",
+        use_external_data_format=is_split(source),
+        output_path=str(out),
+        log_level="ERROR",
+    )
+    written = onnx.load(str(out), load_external_data=False).graph.node if out.is_file() else ()
+    if all(node.op_type != "DequantizeLinear" for node in written):
+        raise ValueError(f"Model Optimizer found nothing to quantize to {mode}")
 
 
 def halve(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -89,3 +91,63 @@ def test_stray_flags_are_told(
     found = {c["check"]: c for c in run_checks("tensorrt", tiny, tmp_path)}
     assert found["stray compiler flags"]["status"] == "fail"
     assert "-stray=1" in found["stray compiler flags"]["detail"]
+
+
+#: What a user is promised to be told of, and the check that tells it.
+PROMISED = {
+    "import": "import",
+    "versions": "versions",
+    "GPU": "GPU and driver",
+    "driver": "GPU and driver",
+    "catalog size and tuner version": "catalog",
+    "set and read back": "set and read back a route",
+    "unknown knob": "unknown knob",
+    "unknown value": "unknown value",
+    "build default": "build default",
+    "build one live route": "build a live route",
+    "determinism of two builds": "determinism",
+    "timing A/A noise": "timing A/A",
+    "accuracy against ONNX Runtime": "accuracy against ONNX Runtime",
+    "timing cache effect": "timing cache",
+    "kill and resume": "kill and resume a compile",
+    "both channels": "both channels",
+}
+
+
+def test_every_promised_check_is_run_with_what_to_do(
+    trt: FakeTensorRT, tiny: Model, tmp_path: Path
+) -> None:
+    begin = time.monotonic()
+    found = {c["check"]: c for c in run_checks("tensorrt", tiny, tmp_path)}
+    assert set(PROMISED.values()) <= set(found)
+    assert time.monotonic() - begin < 120
+    for check in found.values():
+        assert check["status"] in ("pass", "fail", "unavailable")
+        assert check["detail"]
+        assert check["hint"] or check["status"] == "pass"
+    assert "11.1.0.106 tuner 2.19.45" in found["catalog"]["detail"]
+    assert "two builds of the default differ by" in found["timing A/A"]["detail"]
+    assert "a route" in found["timing cache"]["detail"]
+
+
+@needs_rtx
+@no_gpu
+def test_without_a_gpu_every_check_says_what_to_do(tiny: Model, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    found = {c["check"]: c for c in run_checks("tensorrt_rtx", tiny, tmp_path)}
+    assert set(PROMISED.values()) <= set(found)
+    assert time.monotonic() - begin < 120
+    away = {name for name, c in found.items() if c["status"] == "unavailable"}
+    assert {"timing A/A", "accuracy against ONNX Runtime", "timing cache"} <= away
+    assert all(found[name]["hint"] for name in away)
+
+
+def test_without_the_module_every_check_is_named(
+    tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    found = {c["check"]: c for c in run_checks("tensorrt", tiny, tmp_path)}
+    assert set(PROMISED.values()) <= set(found)
+    assert found.pop("import")["status"] == "fail"
+    assert {c["status"] for c in found.values()} == {"unavailable"}
+    assert all(c["hint"] for c in found.values())

@@ -10,7 +10,7 @@ import hostile_liveness_child
 import pytest
 from onnx import TensorProto, helper, load, save
 
-from routepilot.env import liveness
+from routepilot.env import liveness, liveness_pool
 from routepilot.env.child import Child
 from routepilot.env.errors import (
     InputError,
@@ -23,12 +23,10 @@ from routepilot.env.liveness import (
     Liveness,
     known_knobs,
     live,
-    operator_rules,
-    operator_types,
-    ruled_out,
     single_changes,
 )
 from routepilot.env.models import Model, prepare
+from routepilot.env.operator_rules import operator_rules, operator_types, ruled_out
 
 needs_rtx = pytest.mark.skipif(
     find_spec("tensorrt_rtx_bindings") is None, reason="the extra rtx is not installed"
@@ -84,7 +82,7 @@ def test_answers_are_cached_by_capability(
     tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = live(tiny, knobs=["-kgen:tiling"], jobs=1, cache=tmp_path)
-    monkeypatch.setattr(liveness, "_sweep", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(liveness, "Pool", lambda *_, **__: pytest.fail("compiled again"))
     again = live(tiny, knobs=["-kgen:tiling"], cache=tmp_path)
     assert again.live == first.live
     assert again.identical == first.identical
@@ -164,9 +162,9 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> None:
         return Child("hostile_liveness_child", *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setenv("PYTHONPATH", str(Path(hostile_liveness_child.__file__).parent))
-    monkeypatch.setattr(liveness, "Child", child)
+    monkeypatch.setattr(liveness_pool, "Child", child)
     monkeypatch.setattr(liveness, "compiler_version", lambda: "hostile")
-    monkeypatch.setattr(liveness, "DEADLINE_SECONDS", 1.0)
+    monkeypatch.setattr(liveness_pool, "DEADLINE_SECONDS", 1.0)
 
 
 def sweep(model: Model, cache: Path, *names: str) -> Liveness:

@@ -23,6 +23,7 @@ from routepilot.env.trtexec import (
     cache_target,
     command_line,
     read_tuning_cache,
+    trial_line,
     write_tuning_cache,
 )
 
@@ -282,6 +283,21 @@ def test_command_line_is_exact() -> None:
         "--noTF32",
         "--sparsity=enable",
     ]
+
+
+def test_line_of_a_trial_names_the_files_of_the_run() -> None:
+    route = CATALOG.parse("-precision=fp16 -kgen:tiling=0")
+    start = "trtexec --onnx=work/onnx/fp16/model.onnx"
+    route_words = "--setBuildRoute=-kgen:tiling=0"
+    shared = f"{start} --timingCacheFile=work/timing.cache --avgTiming=1 {route_words}"
+    assert trial_line("tensorrt", {}, route) == shared
+    own = {"timing_cache": "fresh", "workspace_mib": "64", "avg_timing": "4", "device": "1"}
+    own |= {"tactic_shared_kib": "48"}
+    words = "--memPoolSize=workspace:64M,tacticSharedMem:48K --avgTiming=4 --device=1"
+    assert trial_line("tensorrt", own, route) == f"{start} {words} {route_words}"
+    older = trial_line("tensorrt", {"channel": "lunowud", "plans": "winner"}, route)
+    assert older.startswith("env __LUNOWUD=-kgen:tiling=0 trtexec --onnx=model.onnx")
+    assert trial_line("onnxruntime", {}, route) == ""
 
 
 # --- the same routes in the same order ---

@@ -78,8 +78,17 @@ def test_tune_on_the_fake_wins_and_says_how_trtexec_builds_it(
         "trtexec --onnx=deploy/model.onnx --timingCacheFile=deploy/timing.cache --avgTiming=1"
         " --setBuildRoute=-kgen:tiling=0 --saveEngine=rebuilt.plan"
     )
+    # Every trial has its line, and the file it names is there.
+    lines = [trial["trtexec"] for trial in result["trials"]]
+    start = "trtexec --onnx=work/onnx/model/model.onnx --timingCacheFile=work/timing.cache"
+    assert lines[2] == f"{start} --avgTiming=1 --setBuildRoute=-conv_lowering=off"
+    assert (out / "work" / "onnx" / "model" / "model.onnx").is_file()
     page = (out / "report.html").read_text()
+    assert all(line in page for line in lines)
     assert "--setBuildRoute=-kgen:tiling=0" in page
+    # Every engine is kept under its hash.
+    plans = {plan.stem for plan in (out / "work" / "plans").iterdir()}
+    assert {trial["engine_hash"] for trial in result["trials"]} <= plans
     assert "a fake timer" in page
     written = {item.name for item in (out / "deploy").iterdir()}
     assert {"engine.plan", "inputs.npz", "load.py", "model.onnx", "timing.cache"} <= written
@@ -108,6 +117,44 @@ def test_explain_on_the_fake_shows_tactics_and_counts_the_builds_to_see_them(
     assert shown.returncode == 0, shown.stderr
     assert "costliest layers of the winner" in shown.stdout
     assert "% of the profiled whole" in shown.stdout
+
+
+def test_compare_says_how_trtexec_builds_each_answer(tiny_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    words = ("compare", str(tiny_file), *FAKE, "-o", str(out), "--max-builds", "3")
+    expression = "-conv_lowering=[on|off] -kgen:tiling=[0|1|2]"
+    chosen = ("--expression", expression, "--agents", "default,fast")
+    rows = tuned(routepilot(*words, *chosen, "--json"))["agents"]
+    assert rows["fast"]["trtexec"].endswith("--avgTiming=1 --setBuildRoute=-kgen:tiling=0")
+    assert rows["default"]["trtexec"].endswith("--timingCacheFile=work/timing.cache --avgTiming=1")
+    shown = routepilot(*words, *chosen).stdout.replace("\n", "")
+    assert f"fast by trtexec: {rows['fast']['trtexec']}" in shown
+
+
+def test_equal_bytes_are_measured_once_over_runs(tiny_file: Path, tmp_path: Path) -> None:
+    """`-cask_fusion:num_tactics=5` is inert in the fake: with the winner, the same bytes."""
+    out = tmp_path / "out"
+    words = ("tune", str(tiny_file), *FAKE, "-o", str(out), "--agent", "full", "--json")
+    first = tuned(routepilot(*words, "--expression", "-kgen:tiling=[0]", "--max-builds", "1"))
+    again = tuned(
+        routepilot(
+            *(*words, "--max-builds", "1"),
+            *("--expression", "-kgen:tiling=[0] -cask_fusion:num_tactics=[5]"),
+        )
+    )
+    (one,), (other,) = first["trials"], again["trials"]
+    assert other["route"] == "-kgen:tiling=0 -cask_fusion:num_tactics=5"
+    assert other["engine_hash"] == one["engine_hash"]
+    assert other["speedup"] == one["speedup"]  # the very figure, not a second measurement
+    assert len(list((out / "work" / "plans").glob(f"{one['engine_hash']}*"))) == 1
+
+
+def test_plans_of_losers_can_be_left_out(tiny_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("tune", str(tiny_file), *FAKE, "-o", str(out), "--max-builds", "1", "--json")
+    result = tuned(routepilot(*words, "-O", "plans=winner", "--agent", "recentred"))
+    assert not (out / "work" / "plans").exists()
+    assert "--onnx=model.onnx" in result["trials"][0]["trtexec"]
 
 
 def test_coordinate_descent_skips_what_a_run_proved_inert(tiny_file: Path, tmp_path: Path) -> None:
@@ -158,12 +205,51 @@ def test_bad_options_are_refused_in_one_line(
 ) -> None:
     out = str(tmp_path / "out")
     one_line(routepilot("tune", str(tiny_file), *FAKE, "-o", out, *options), 2, *words)
+    assert not Path(out).exists()
 
 
 def test_a_model_that_the_parser_refuses_is_told_by_node(tmp_path: Path) -> None:
     model = fake_tensorrt.if_model(tmp_path / "if.onnx")
     done = routepilot("tune", str(model), *FAKE, "-o", str(tmp_path / "out"))
     one_line(done, 2, "default route", "node 'fork' (If)", "not supported")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("make_without_gpu", ("cannot build without an NVIDIA GPU", "routepilot live")),
+        ("make_windows", ("no Global Performance Tuner", "use Linux", "channel=lunowud")),
+        ("make_old", ("tensorrt 8.6.1 is too old", "supported is 10.8", "upgrade")),
+    ],
+)
+@pytest.mark.parametrize("verb", ["tune", "compare"])
+def test_machines_that_cannot_are_told_in_one_line(
+    verb: str, kind: str, words: tuple[str, ...], tiny_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "deep" / "out"
+    agents = ("--agents", "fast") if verb == "compare" else ()
+    done = routepilot(
+        verb, str(tiny_file), "--backend", f"fake_tensorrt:{kind}", "-o", str(out), *agents
+    )
+    # A machine without a device is at fault itself (1); the others are a request too many (2).
+    one_line(done, 1 if kind == "make_without_gpu" else 2, *words)
+    assert not out.parent.exists()
+
+
+def test_a_hung_and_a_killed_compiler_are_outcomes(tiny_file: Path, tmp_path: Path) -> None:
+    done = routepilot(
+        *("tune", str(tiny_file), "--backend", "fake_tensorrt:make_deadly"),
+        *("-o", str(tmp_path / "out"), "--deadline", "4", "--json", "--agent", "fast"),
+        *("--expression", "-conv_lowering=[on|off] -kgen:tiling=[0|1|2]", "--max-builds", "3"),
+    )
+    result = tuned(done)
+    trials = {trial["route"]: trial for trial in result["trials"]}
+    assert trials["-kgen:tiling=0"]["status"] == "timed_out"
+    assert "no answer within 4 s" in trials["-kgen:tiling=0"]["reason"]
+    assert trials["-kgen:tiling=1"]["status"] == "out_of_memory"
+    assert "killed by the system" in trials["-kgen:tiling=1"]["reason"]
+    assert trials["-conv_lowering=off"]["status"] == "ok"  # the run goes on
+    assert result["is_default"]
 
 
 @needs_rtx
@@ -175,16 +261,19 @@ def test_without_a_gpu_nothing_is_timed_and_the_way_on_is_named(
     out = tmp_path / "out"
     done = routepilot(*verb, str(tiny_file), "--backend", "tensorrt_rtx", "-o", str(out))
     one_line(done, 2, "cannot time without an NVIDIA GPU", "routepilot live", "routepilot doctor")
-    assert not (out / "result.json").exists()
+    assert not out.exists()  # a refusal leaves nothing behind
 
 
 @pytest.mark.skipif(find_spec("tensorrt") is not None, reason="TensorRT is installed")
 def test_without_tensorrt_the_extra_is_named(tiny_file: Path, tmp_path: Path) -> None:
     done = routepilot("tune", str(tiny_file), "--backend", "tensorrt", "-o", str(tmp_path / "o"))
     one_line(done, 2, "routepilot[tensorrt]")
+    assert not (tmp_path / "o").exists()
     done = routepilot("doctor", "--backend", "tensorrt", "--json")
     assert done.returncode == 1
-    assert json.loads(done.stdout)[-1]["check"] == "import"
+    found = {check["check"]: check["status"] for check in json.loads(done.stdout)}
+    assert found["import"] == "fail"
+    assert found["timing A/A"] == found["a run goes on where it was"] == "unavailable"
 
 
 @needs_rtx

@@ -23,10 +23,11 @@ from routepilot.env.backends.tensorrt_compiler import (
     Settings,
     find_module,
 )
-from routepilot.env.backends.tensorrt_engine import TensorRtEngine, open_plan, read_plan
+from routepilot.env.backends.tensorrt_engine import TensorRtEngine, open_plan
 from routepilot.env.errors import InputError, MachineError, MissingExtraError, ModelError
 from routepilot.env.models import Model
 from routepilot.env.outcomes import Status
+from routepilot.env.plans import read_plan
 
 
 @pytest.fixture
@@ -172,11 +173,9 @@ def test_replay_uses_the_named_file_and_leaves_it(
     assert not (tmp_path / "timing.cache").exists()
 
 
-def test_workspace_limit_reaches_the_builder(
-    trt: FakeTensorRT, tiny: Model, tmp_path: Path
-) -> None:
-    build(tiny, "", tmp_path, workspace_mib="64")
-    assert trt.built[-1].pools == {"WORKSPACE": 64 << 20}
+def test_limits_of_pools_reach_the_builder(trt: FakeTensorRT, tiny: Model, tmp_path: Path) -> None:
+    build(tiny, "", tmp_path, workspace_mib="64", tactic_shared_kib="48")
+    assert trt.built[-1].pools == {"WORKSPACE": 64 << 20, "TACTIC_SHARED_MEMORY": 48 << 10}
 
 
 def test_parser_errors_name_node_and_operator(trt: FakeTensorRT, tmp_path: Path) -> None:
@@ -242,7 +241,7 @@ def test_adapter_conforms(
 
 
 def test_only_own_plans_are_loaded(trt: FakeTensorRT, tiny: Model, tmp_path: Path) -> None:
-    engine = build(tiny, "", tmp_path)
+    engine = build(tiny, "", tmp_path, plans="winner")
     assert isinstance(engine, TensorRtEngine)
     inputs = tiny.selection()[0]
     wanted = engine.run(inputs)
@@ -264,3 +263,16 @@ def test_only_own_plans_are_loaded(trt: FakeTensorRT, tiny: Model, tmp_path: Pat
     stranger.write_bytes(b"no plan")
     with pytest.raises(MachineError, match="Magic tag"):
         open_plan(stranger, trust=True)
+
+
+def test_plans_of_trials_are_kept_and_run_again(
+    trt: FakeTensorRT, tiny: Model, tmp_path: Path
+) -> None:
+    for route in ("", "-kgen:tiling=0", "-kgen:tiling=0"):
+        engine = build(tiny, route, tmp_path)
+        assert isinstance(engine, TensorRtEngine)
+    kept = sorted((tmp_path / "plans").iterdir())
+    assert len(kept) == 2  # equal bytes are one file
+    inputs = tiny.selection()[0]
+    again = open_plan(tmp_path / "plans" / f"{engine.hash}.plan")  # no --trust: it is ours
+    np.testing.assert_equal(again.run(inputs), engine.run(inputs))
