@@ -55,6 +55,9 @@ InputsOpt = Annotated[
     list[Path] | None,
     typer.Option("--inputs", help=".npz input set, one array an input; repeatable."),
 ]
+TrustOpt = Annotated[
+    bool, typer.Option("--trust", help="Read a .pt2 program even if it may run code of its own.")
+]
 ToleranceOpt = Annotated[
     float, typer.Option(help="Largest loss allowed on every output, by --metric.")
 ]
@@ -121,6 +124,7 @@ def tune(
     allow: AllowOpt = None,
     shape: ShapeOpt = None,
     inputs: InputsOpt = None,
+    trust: TrustOpt = False,
     tolerance: ToleranceOpt = 1e-2,
     metric: MetricOpt = "rel_l2",
     limit: LimitOpt = None,
@@ -158,7 +162,7 @@ def tune(
     builds = chosen.builds if max_builds is None else max_builds
     gate = gate_from_options(metric, tolerance, limit)
     options, routes = backend_options(option), route_expression(expression, expression_file)
-    prepared = prepare_model(model, shape, inputs, seed).model
+    prepared = prepare_model(model, shape, inputs, seed, trust=trust).model
     with SearchView(f"tune {prepared.name}", builds, quiet=json or quiet) as view:
         result = run(
             prepared,
@@ -226,6 +230,7 @@ def compare(
     allow: AllowOpt = None,
     shape: ShapeOpt = None,
     inputs: InputsOpt = None,
+    trust: TrustOpt = False,
     tolerance: ToleranceOpt = 1e-2,
     metric: MetricOpt = "rel_l2",
     limit: LimitOpt = None,
@@ -264,7 +269,7 @@ def compare(
         allow=tuple(allow or ()),
     )
     routes = route_expression(expression, expression_file)
-    named = prepare_model(model, shape, inputs, seed)
+    named = prepare_model(model, shape, inputs, seed, trust=trust)
     names = [name.strip() for name in agents.split(",") if name.strip()]
     quiet = quiet or json
     with console.Steps(f"compare on {named.model.name}", builds, quiet=quiet) as steps:
@@ -330,6 +335,7 @@ def features(
     model: ModelArg,
     shape: ShapeOpt = None,
     inputs: InputsOpt = None,
+    trust: TrustOpt = False,
     seed: SeedOpt = 0,
     json: JsonOpt = False,
 ) -> None:
@@ -341,7 +347,7 @@ def features(
     from routepilot.training import console
     from routepilot.training.inputs import prepare_model
 
-    prepared = prepare_model(model, shape, inputs, seed).model
+    prepared = prepare_model(model, shape, inputs, seed, trust=trust).model
     values = model_features(prepared)
     rows = [(name, value, help) for (name, help), value in zip(describe(), values, strict=True)]
     if json:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from routepilot.env import ours
 from routepilot.env.backends.base import Tensors
 from routepilot.env.backends.tensorrt_compiler import Plan, find_module
 from routepilot.env.backends.tensorrt_ear import Ear, captured_output
-from routepilot.env.drafts import whole_file
 from routepilot.env.errors import InputError, MachineError
 from routepilot.env.gpu_timing import CudaFault, Gpu, GpuTimer
 
@@ -233,7 +233,7 @@ class TensorRtEngine:
         np.savez(folder / "inputs.npz", **dict(self._model.selection()[0]))  # type: ignore[arg-type]
         text = _LOAD.format(backend=backend, digest=self.hash)
         (folder / "load.py").write_text(text, encoding="utf-8")
-        remember_plan(self.hash)
+        ours.remember(ours.PLANS, self.hash)
         written = ["engine.plan", "inputs.npz", "load.py", *copy_onnx(self._source, folder)]
         if self._plan.timing_cache:
             (folder / "timing.cache").write_bytes(self._plan.timing_cache)
@@ -266,27 +266,6 @@ def copy_onnx(source: Path, folder: Path) -> list[str]:
     return sorted(names)
 
 
-def _plans_folder() -> Path:
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("routepilot")) / "plans"
-
-
-def remember_plan(digest: str) -> None:
-    """Note that this installation made a plan with this hash.
-
-    Raises:
-        MachineError: The note cannot be written.
-    """
-    folder = _plans_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with whole_file(folder / digest):
-            pass  # the name says it all
-    except OSError as error:
-        raise MachineError(f"{folder} cannot be written: {error}") from None
-
-
 def read_plan(path: Path, *, trust: bool = False, expected: str = "") -> bytes:
     """The bytes of a plan file that may be loaded.
 
@@ -305,7 +284,7 @@ def read_plan(path: Path, *, trust: bool = False, expected: str = "") -> bytes:
     digest = hashlib.sha256(data).hexdigest()
     if expected and digest != expected:
         raise InputError(f"plan file {str(path)!r} was changed since it was saved; build it again")
-    if not trust and not (_plans_folder() / digest).is_file():
+    if not trust and not ours.is_ours(ours.PLANS, digest):
         raise InputError(
             f"plan file {str(path)!r} was not made by this installation, and a plan is code that"
             " runs; load it with --trust only if you know who built it"
