@@ -131,6 +131,11 @@ def train(
         InputError: Fewer than three families are left to train on.
         MissingExtraError: Torch or Stable-Baselines3 is not installed.
     """
+    if not re.fullmatch(r"[^\W_][\w.+-]*", name):
+        raise InputError(
+            f"policy name {name!r} is not allowed; give letters, digits and . _ + - after a letter"
+            " or digit, since it names the files"
+        )
     try:
         import torch
         from stable_baselines3 import PPO
@@ -141,11 +146,6 @@ def train(
         raise MissingExtraError(
             f"training needs {error.name}; pip install 'routepilot[train]'"
         ) from None
-    if not re.fullmatch(r"[^\W_][\w.+-]*", name):
-        raise InputError(
-            f"policy name {name!r} is not allowed; give letters, digits and . _ + - after a letter"
-            " or digit, since it names the files"
-        )
     config, gate = config or TrainConfig(), gate or Gate()
     start = time.monotonic()
     known = table.without_families(held_out)

@@ -26,6 +26,8 @@ NAMES = [name for name in AGENTS if name != "ppo"]
 def factory(name: str) -> AgentFactory:
     if name in ("tpe", "gp"):
         pytest.importorskip("optuna")
+    if name == "gp":
+        pytest.importorskip("torch")
     return make_factory(name, replay=KNOWN if name in NEEDS_TABLE else None)
 
 

@@ -90,7 +90,8 @@ def test_a_lock_of_a_dead_process_is_free_at_once(place: Path) -> None:
 def test_a_helper_of_the_dead_does_not_keep_the_lock(place: Path) -> None:
     """A compiler's forked helper shares the lock; by its mark the next child ends it."""
     log = place / "log"
-    holder = hold(log, 1, 0, "fork", **{MARK_VARIABLE: "999999999-0123"})
+    parent = subprocess.Popen(["sleep", "1000"])
+    holder = hold(log, 1, 0, "fork", **{MARK_VARIABLE: f"{parent.pid}-0123"})
     until_entered(log)
     while not psutil.Process(holder.pid).children():
         time.sleep(0.01)
@@ -100,6 +101,8 @@ def test_a_helper_of_the_dead_does_not_keep_the_lock(place: Path) -> None:
     waiting = hold(log, 1, 0.0)
     time.sleep(1.0)
     assert waiting.poll() is None and helper.is_running(), "the helper should hold the lock"
+    parent.kill()
+    parent.wait()
     end_orphans()
     _, errors = waiting.communicate(timeout=60)
     assert waiting.returncode == 0, errors

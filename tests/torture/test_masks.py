@@ -94,6 +94,8 @@ def told(rng: np.random.Generator) -> Callable[[Route], Outcome]:
 def test_no_agent_sends_what_is_not_allowed(name: str) -> None:
     if name in ("tpe", "gp"):
         pytest.importorskip("optuna").logging.set_verbosity(50)
+    if name == "gp":
+        pytest.importorskip("torch")
     short, long = SLOW.get(name, (2_000, MILLION))
     steps = size("slow_agent_steps" if name in SLOW else "agent_steps", short, long)
     steps = min(steps, long)
