@@ -378,6 +378,7 @@ def test_a_package_is_no_program(sound_program: Path, tmp_path: Path, data_home:
     assert ran.exists(), "PyTorch alone must load it for this test to mean something"
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # of the planted pickle
 def test_a_pickle_in_a_program_does_not_run(
     sound_program: Path, tmp_path: Path, data_home: Path
 ) -> None:
