@@ -46,10 +46,16 @@ def hold(
     )
 
 
+def end(holder: subprocess.Popen[str]) -> None:
+    """Kill a holder, as nothing that it does can catch."""
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+
+
 def until_entered(log: Path, count: int = 1, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
+    late = time.monotonic() + seconds
     while not log.exists() or log.read_text().count("enter") < count:
-        assert time.monotonic() < end, "nobody got the lock"
+        assert time.monotonic() < late, "nobody got the lock"
         time.sleep(0.01)
 
 
@@ -76,8 +82,7 @@ def test_a_lock_of_a_dead_process_is_free_at_once(place: Path) -> None:
         until_entered(log, 2 * number + 1)
         waiting = hold(log, 1, 0.0)
         time.sleep(0.2)
-        holder.send_signal(signal.SIGKILL)
-        holder.wait()
+        end(holder)
         died = time.monotonic()
         _, errors = waiting.communicate(timeout=60)
         assert waiting.returncode == 0, errors
@@ -96,6 +101,8 @@ def test_a_helper_of_the_dead_does_not_keep_the_lock(place: Path) -> None:
     while not psutil.Process(holder.pid).children():
         time.sleep(0.01)
     (helper,) = psutil.Process(holder.pid).children()
+    assert holder.stderr is not None
+    holder.stderr.close()  # its helper holds the other end
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     waiting = hold(log, 1, 0.0)
@@ -133,9 +140,8 @@ def test_another_user_waits_for_the_same_lock(monkeypatch: pytest.MonkeyPatch) -
         time.sleep(1.5)
         assert other.poll() is None, other.communicate()[1]
         assert log.read_text().count("enter") == 1
-        holder.kill()
+        end(holder)
         _, errors = other.communicate(timeout=60)
         assert other.returncode == 0, errors
-        holder.wait()
     finally:
         shutil.rmtree(place)

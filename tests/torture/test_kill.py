@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def recorded(store: Path) -> int:
     """Records in the store, which must be sound."""
     if not store.exists():
         return 0
-    with sqlite3.connect(store) as base:
+    with closing(sqlite3.connect(store)) as base, base:
         assert base.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         if not base.execute("SELECT 1 FROM sqlite_master WHERE name = 'records'").fetchone():
             return 0
@@ -380,7 +381,8 @@ def test_a_store_under_fire(place: Path) -> None:
         assert process.stdout.readline() == "go\n"
         time.sleep(rng.uniform(0, 0.05))
         process.kill()
-        said = [int(line) for line in process.stdout.read().split("\n") if line.isdigit()]
+        with process.stdout:
+            said = [int(line) for line in process.stdout.read().split("\n") if line.isdigit()]
         process.wait()
         with RecordStore(path) as store:
             now = store.count()

@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import hostile_backend
@@ -65,7 +66,7 @@ def start(
 
 
 def schema(place: Path) -> int:
-    with sqlite3.connect(place / "out" / "records.sqlite") as base:
+    with closing(sqlite3.connect(place / "out" / "records.sqlite")) as base, base:
         return int(base.execute("PRAGMA user_version").fetchone()[0])
 
 
@@ -88,7 +89,7 @@ def test_the_newer_goes_on_where_the_older_was_and_the_older_refuses(
     _, errors = run.communicate(timeout=240)
     assert run.returncode == 2
     assert "newer RoutePilot" in errors and "Traceback" not in errors
-    with sqlite3.connect(place / "out" / "records.sqlite") as base:
+    with closing(sqlite3.connect(place / "out" / "records.sqlite")) as base, base:
         assert base.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         assert base.execute("SELECT count(*) FROM records").fetchone() == (7,)
 
@@ -101,7 +102,7 @@ def test_an_older_run_under_way_outlives_the_migration(place: Path, newer: Path)
     while True:
         assert time.monotonic() < end and older.poll() is None, older.communicate()
         try:
-            with sqlite3.connect(f"file:{store}?mode=ro", uri=True) as base:
+            with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as base, base:
                 if base.execute("SELECT count(*) FROM records").fetchone()[0] >= 2:
                     break
         except sqlite3.Error:
@@ -130,5 +131,5 @@ def test_an_older_run_under_way_outlives_the_migration(place: Path, newer: Path)
     assert meanwhile and seen < 15, "the older run was over too soon to say anything"
     result = json.loads(output)
     assert len(result["trials"]) == 14
-    with sqlite3.connect(store) as base:
+    with closing(sqlite3.connect(store)) as base, base:
         assert base.execute("SELECT count(*) FROM records").fetchone() == (15,)
