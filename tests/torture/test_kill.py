@@ -264,6 +264,7 @@ def outcomes(path: Path) -> dict[str, list[tuple[object, ...]]]:
 
 def test_train_killed_at_any_moment(place: Path) -> None:
     """Training keeps no state: a killed run leaves nothing, a repeated one gives the same bytes."""
+    pytest.importorskip("stable_baselines3")
     kills, done, runs = size("kills_of_train", 1, 30), 0, 0
     rng = random.Random(size("seed", 9, 9))
     save_table(synthetic.table(), place / "table.parquet")
