@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 
 from routepilot.env.errors import MachineError
+from routepilot.env.interpreter import module_command
 from routepilot.env.outcomes import Status
 
 #: How often a busy child's memory, life and log are looked at.
@@ -86,7 +87,7 @@ def machine_memory_bytes() -> int:
 
 
 class Child:
-    """One running child of `python -m MODULE READ_FD WRITE_FD PARENT_PID`.
+    """One running child: Python on MODULE with `READ_FD WRITE_FD PARENT_PID`.
 
     The kernel kills the child when the *thread* that made it ends (PR_SET_PDEATHSIG), so that
     thread must outlive it.
@@ -119,7 +120,7 @@ class Child:
             with log.open("ab") as sink:
                 self._log_start = sink.tell()
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", module, str(request_read), str(reply_write)]
+                    [*module_command(module), str(request_read), str(reply_write)]
                     + [str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     stdout=sink,

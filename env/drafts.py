@@ -28,7 +28,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     Raises:
         OSError: The folder cannot be written, or the disk is full; `path` is as it was.
     """
-    draft = _place(path.parent)
+    draft = place_for_draft(path.parent)
     handle = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH)
@@ -48,7 +48,7 @@ def draft_folder(parent: Path) -> Iterator[Path]:
     Raises:
         OSError: The parent cannot be written.
     """
-    draft = _place(parent)
+    draft = place_for_draft(parent)
     draft.mkdir()
     handle = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -80,7 +80,8 @@ def sweep(folder: Path) -> int:
     return gone
 
 
-def _place(folder: Path) -> Path:
+def place_for_draft(folder: Path) -> Path:
+    """A new name for a draft of this process, after what dead processes left is swept up."""
     sweep(folder)
     return folder / f".draft-{os.getpid()}-{secrets.token_hex(8)}"
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -157,16 +158,18 @@ class Gpu:
             return
         path = Path(tempfile.gettempdir()) / f"routepilot-gpu-{self.uuid}.lock"
         try:
-            file = path.open("a")
+            file = _open_lock(path)
         except OSError as error:
             raise MachineError(f"the GPU lock {path} cannot be opened: {error}") from None
-        with file:
+        try:
             fcntl.flock(file, fcntl.LOCK_EX)  # let go when the file is closed, at death too
             self._locked += 1
             try:
                 yield
             finally:
                 self._locked -= 1
+        finally:
+            os.close(file)
 
     def condition(self) -> dict[str, Any]:
         """Clock (MHz), throttling and other processes; empty where NVML cannot be asked."""
@@ -189,6 +192,16 @@ class Gpu:
             }
         except Exception:  # not installed, not permitted, not supported: only advice is lost
             return {}
+
+
+def _open_lock(path: Path) -> int:
+    """A handle to lock by, of a file that may be another user's: reading is enough."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        file = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.fchmod(file, 0o644)  # whatever the umask says
+        return file
 
 
 def _plain_uuid(text: str | bytes) -> str:

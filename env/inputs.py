@@ -55,15 +55,16 @@ def read_npz(path: Path) -> InputSet:
         ModelError: It cannot be read as arrays.
     """
     try:
-        data = np.load(path, allow_pickle=False)
-        if isinstance(data, np.ndarray):
-            raise ValueError("it holds one array without a name")
-        with data:
-            arrays = {name: data[name] for name in data.files}
-            strange = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
-            if strange:
-                raise ValueError(f"{strange[0]!r} in it is not an array")
-            return arrays
+        with path.open("rb") as file:  # numpy leaves a file that it refuses open
+            data = np.load(file, allow_pickle=False)
+            if isinstance(data, np.ndarray):
+                raise ValueError("it holds one array without a name")
+            with data:
+                arrays = {name: data[name] for name in data.files}
+        strange = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
+        if strange:
+            raise ValueError(f"{strange[0]!r} in it is not an array")
+        return arrays
     except (
         *(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error),
         *(RuntimeError, MemoryError, OverflowError),  # of another version, encrypted, too large

@@ -35,6 +35,7 @@ from routepilot.env.inputs import (
 )
 from routepilot.env.inputs import TensorSpec as TensorSpec
 from routepilot.env.inputs import read_input_sets as read_input_sets
+from routepilot.env.interpreter import module_command
 from routepilot.env.normalise import fingerprint_of as fingerprint_of
 from routepilot.env.normalise import (
     fix_inputs,
@@ -264,7 +265,7 @@ def _run_reference(folder: Path, title: str) -> list[dict[str, object]]:
     """Compute the references in a child and return the outputs' specs."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "routepilot.env.models", str(folder), str(os.getpid())],
+            [*module_command("routepilot.env.models"), str(folder), str(os.getpid())],
             capture_output=True,
             text=True,
             errors="replace",

@@ -1,7 +1,8 @@
 """Plans on disk: kept by content hash, remembered as ours, and read only if they may be.
 
-Owns where the engines of a run lie, beside the files they were built from, and which plans this
-installation made. A plan is executable code. Knows no compiler, no route and no GPU.
+Owns where the engines of a run lie, beside the files they were built from. A plan is executable
+code, so one that this installation did not make (`ours.py`) is refused. Knows no compiler, no route
+and no GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import shutil
 from pathlib import Path
 
+from routepilot.env import ours
 from routepilot.env.drafts import whole_file
 from routepilot.env.errors import InputError, MachineError
 
@@ -88,27 +90,14 @@ def copy_onnx(source: Path, folder: Path) -> list[str]:
     return sorted([*weights, "model.onnx"])
 
 
-def _plans_folder() -> Path:
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("routepilot")) / "plans"
-
-
 def remember_plan(digest: str) -> None:
     """Note that this installation made a plan with this hash.
 
     Raises:
         MachineError: The note cannot be written.
     """
-    folder = _plans_folder()
-    if (folder / digest).is_file():
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with whole_file(folder / digest):
-            pass  # the name says it all
-    except OSError as error:
-        raise MachineError(f"{folder} cannot be written: {error}") from None
+    if not ours.is_ours(ours.PLANS, digest):
+        ours.remember(ours.PLANS, digest)
 
 
 def read_plan(path: Path, *, trust: bool = False, expected: str = "") -> bytes:
@@ -129,7 +118,7 @@ def read_plan(path: Path, *, trust: bool = False, expected: str = "") -> bytes:
     digest = hashlib.sha256(data).hexdigest()
     if expected and digest != expected:
         raise InputError(f"plan file {str(path)!r} was changed since it was saved; build it again")
-    if not trust and not (_plans_folder() / digest).is_file():
+    if not trust and not ours.is_ours(ours.PLANS, digest):
         raise InputError(
             f"plan file {str(path)!r} was not made by this installation, and a plan is code that"
             " runs; load it with --trust only if you know who built it"

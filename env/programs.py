@@ -5,9 +5,9 @@ Owns the folder of a model that carries `program.pt2`. Such a folder is a prepar
 what a PyTorch backend compiles; references are the program's own float32 results on the CPU,
 uncompiled. Knows no backend and no route.
 
-Reading a program may run code that is in it: PyTorch reads weights as plain tensors first and falls
-back to pickle. So a program is read only from a file that the user names or that this package
-wrote, and always in a child process (`python -m routepilot.env.programs`).
+PyTorch runs code that is in a program's file when it reads it. So a program is read only if this
+installation wrote it, if the user trusts it, or as the data that `program_screen.py` finds in it;
+and always in a child process (`python -m routepilot.env.programs`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from routepilot.env import ours
 from routepilot.env.errors import MissingExtraError, ModelError
 from routepilot.env.inputs import hash_sets
+from routepilot.env.interpreter import module_command
 from routepilot.env.models import (
     PROGRAM,
     REFERENCE_SECONDS,
@@ -36,9 +39,13 @@ from routepilot.env.models import (
     is_bundle,
     prepare,
 )
+from routepilot.env.program_screen import screened_copy
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+
+#: PyTorch's environment variables that force `weights_only` of `torch.load` on, and off.
+_LOAD_VARIABLES = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 
 #: Relative L2 error between the program and its ONNX export beyond which they are not one model.
 SAME_MODEL = 1e-3
@@ -51,15 +58,17 @@ def prepare_program(
     inputs: Sequence[Mapping[str, NDArray[np.generic]]] | None = None,
     seed: int = 0,
     cache: Path | None = None,
+    trust: bool = False,
 ) -> Model:
     """Make a program file (`torch.export.save`) ready; a second call finds it made.
 
     Args:
-        path: The file. It may run code when read: give only files you trust.
+        path: The file.
         name: Name for people; the file's stem when None.
         inputs: Input sets, by the names of the program's inputs; None generates them.
         seed: Seed of generated inputs.
         cache: Folder for prepared models; the user's cache folder when None.
+        trust: Read it even if that runs code that is in it.
 
     Raises:
         ModelError: The file or an input set cannot be used.
@@ -69,7 +78,10 @@ def prepare_program(
         raise ModelError(f"program {str(path)!r} does not exist; give a file of torch.export.save")
     title = name or path.stem
     sets = [{k: np.asarray(v) for k, v in one.items()} for one in inputs or ()]
-    text = f"{_digest(path)} {hash_sets(sets) if sets else seed} {title}"
+    digest = _digest(path)
+    if trust:
+        ours.remember(ours.PROGRAMS, digest)
+    text = f"{digest} {hash_sets(sets) if sets else seed} {title}"
     known = cache_folder(cache) / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}-program"
     if is_bundle(known):
         return Model.load(known)
@@ -99,26 +111,43 @@ def prepare_zoo_program(name: str, cache: Path | None = None) -> Model:
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        return ours.digest_of(path)
     except OSError as error:
         raise ModelError(f"program {str(path)!r} cannot be read: {error}") from None
-    return digest.hexdigest()
+
+
+@contextmanager
+def _tensors_only() -> Iterator[None]:
+    """Let `torch.load` read plain tensors and nothing else, whatever it is asked for."""
+    before = {name: os.environ.pop(name, None) for name in _LOAD_VARIABLES}
+    os.environ[_LOAD_VARIABLES[0]] = "1"
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def read_program(path: Path) -> ExportedProgram:
-    """Read a program file in this process.
+    """Read a program file in this process: one of ours as it is, another as data.
 
     Raises:
-        ModelError: It is none, or its shapes are not fixed.
+        ModelError: It is none, reading it could run code, or its shapes are not fixed.
     """
     import torch
 
     try:
-        program = torch.export.load(str(path))
+        if ours.is_ours(ours.PROGRAMS, _digest(path)):
+            program = torch.export.load(str(path))
+        else:
+            with tempfile.TemporaryDirectory(prefix="routepilot-") as folder, _tensors_only():
+                screened_copy(path, Path(folder) / PROGRAM)
+                program = torch.export.load(str(Path(folder) / PROGRAM))
+    except ModelError:
+        raise
     except Exception as error:  # the reader raises whatever it likes
         words = " ".join(str(error).split())[:200]
         raise ModelError(
@@ -163,7 +192,7 @@ def _child(arguments: list[str], title: str) -> None:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "routepilot.env.programs", *arguments],
+            [*module_command("routepilot.env.programs"), *arguments],
             capture_output=True,
             text=True,
             errors="replace",
@@ -207,6 +236,7 @@ def _export(folder: Path, kind: str, source: str) -> None:
         folder / "model.onnx",
     )
     torch.export.save(program, str(folder / PROGRAM))
+    ours.remember(ours.PROGRAMS, ours.digest_of(folder / PROGRAM))
 
 
 def _zoo_program(name: str) -> ExportedProgram:

@@ -21,6 +21,7 @@ from routepilot.env import errors
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.layers import Layers
 from routepilot.env.child import Child, Ended, machine_memory_bytes
+from routepilot.env.drafts import sweep
 from routepilot.env.errors import InputError, MachineError, ModelError
 from routepilot.env.measure import TimingPlan
 from routepilot.env.models import Model
@@ -167,11 +168,12 @@ class Worker:
         self.close()
 
     def close(self) -> None:
-        """End the child."""
+        """End the child, and remove what engines that were alive in it have left."""
         for child in (self._child, self._waking):
             if child is not None:
                 child.close()
         self._child = self._waking = None
+        sweep(self._workdir)
 
     def wake(self) -> None:
         """Let a child start meanwhile; it builds and times nothing before it is asked to."""

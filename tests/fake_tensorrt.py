@@ -517,7 +517,7 @@ def make_old(options: Mapping[str, str]) -> Any:
 
 def install(monkeypatch: pytest.MonkeyPatch, version: str = "11.1.0.106") -> FakeTensorRT:
     """Put the fake in place of `tensorrt` and of the GPU; returns it, to be set up further."""
-    from routepilot.env import plans as plans_on_disk
+    from routepilot.env import ours
     from routepilot.env.backends import tensorrt, tensorrt_engine
 
     module = FakeTensorRT(version)
@@ -526,7 +526,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "11.1.0.106") -> Fak
     monkeypatch.setattr(tensorrt_engine, "Gpu", FakeGpu)
     monkeypatch.setattr(tensorrt_engine, "GpuTimer", FakeTimer)
     plans = Path(tempfile.mkdtemp(prefix="routepilot-plans-"))
-    monkeypatch.setattr(plans_on_disk, "_plans_folder", lambda: plans)
+    monkeypatch.setattr(ours, "_folder", lambda kind: plans / kind)
     return module
 
 

@@ -56,6 +56,9 @@ InputsOpt = Annotated[
     list[Path] | None,
     typer.Option("--inputs", help=".npz input set, one array an input; repeatable."),
 ]
+TrustOpt = Annotated[
+    bool, typer.Option("--trust", help="Read a .pt2 program even if it may run code of its own.")
+]
 ToleranceOpt = Annotated[
     float, typer.Option(help="Largest loss allowed on every output, by --metric.")
 ]
@@ -138,6 +141,7 @@ def tune(
     allow: AllowOpt = None,
     shape: ShapeOpt = None,
     inputs: InputsOpt = None,
+    trust: TrustOpt = False,
     tolerance: ToleranceOpt = 1e-2,
     metric: MetricOpt = "rel_l2",
     limit: LimitOpt = None,
@@ -175,7 +179,7 @@ def tune(
     builds = chosen.builds if max_builds is None else max_builds
     gate = gate_from_options(metric, tolerance, limit)
     options, routes = backend_options(option), route_expression(expression, expression_file)
-    prepared = prepare_model(model, shape, inputs, seed).model
+    prepared = prepare_model(model, shape, inputs, seed, trust=trust).model
     title, silent = f"tune {prepared.name}", quiet or json
     with SearchView(title, builds, max_seconds=max_seconds, quiet=silent) as view:
         result = run(
@@ -243,6 +247,7 @@ def compare(
     allow: AllowOpt = None,
     shape: ShapeOpt = None,
     inputs: InputsOpt = None,
+    trust: TrustOpt = False,
     tolerance: ToleranceOpt = 1e-2,
     metric: MetricOpt = "rel_l2",
     limit: LimitOpt = None,
@@ -293,7 +298,7 @@ def compare(
         allow=tuple(allow or ()),
     )
     routes = route_expression(expression, expression_file)
-    named = prepare_model(model, shape, inputs, seed)
+    named = prepare_model(model, shape, inputs, seed, trust=trust)
     wanted, title = listed(agents), f"compare on {named.model.name}"
     silent = quiet or json
     by_turns = workers is None and ray is None and slot is None
@@ -367,6 +372,7 @@ def features(
     model: ModelArg,
     shape: ShapeOpt = None,
     inputs: InputsOpt = None,
+    trust: TrustOpt = False,
     seed: SeedOpt = 0,
     json: JsonOpt = False,
 ) -> None:
@@ -378,7 +384,7 @@ def features(
     from routepilot.training import console
     from routepilot.training.inputs import prepare_model
 
-    prepared = prepare_model(model, shape, inputs, seed).model
+    prepared = prepare_model(model, shape, inputs, seed, trust=trust).model
     values = model_features(prepared)
     rows = [(name, value, help) for (name, help), value in zip(describe(), values, strict=True)]
     if json:

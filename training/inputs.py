@@ -34,11 +34,17 @@ class NamedModel:
 
 
 def prepare_model(
-    text: str, shapes: Sequence[str] | None, inputs: Sequence[Path] | None, seed: int
+    text: str,
+    shapes: Sequence[str] | None,
+    inputs: Sequence[Path] | None,
+    seed: int,
+    *,
+    trust: bool = False,
 ) -> NamedModel:
     """Prepare `zoo:NAME`, an ONNX file, or a PyTorch program: `torch:NAME` or a `.pt2` file.
 
-    A folder that is prepared already (`zoo export` makes such) is taken as it is.
+    A folder that is prepared already (`zoo export` makes such) is taken as it is. With `trust`, a
+    program that is code as well as data is read all the same.
 
     Raises:
         InputError: Anything that cannot be used.
@@ -55,7 +61,7 @@ def prepare_model(
     if is_bundle(Path(text)):
         return _prepared(Path(text), shapes, inputs)
     if text.startswith("torch:") or text.endswith(".pt2"):
-        return _prepare_program(text, shapes, inputs, seed)
+        return _prepare_program(text, shapes, inputs, seed, trust)
     given = dict(parse_shape(item) for item in shapes or ())
     sets = read_input_sets(inputs) if inputs else None
     return NamedModel(prepare(Path(text), shapes=given or None, inputs=sets, seed=seed))
@@ -75,7 +81,11 @@ def _prepared(
 
 
 def _prepare_program(
-    text: str, shapes: Sequence[str] | None, inputs: Sequence[Path] | None, seed: int
+    text: str,
+    shapes: Sequence[str] | None,
+    inputs: Sequence[Path] | None,
+    seed: int,
+    trust: bool,
 ) -> NamedModel:
     from routepilot.env import programs, zoo
 
@@ -85,7 +95,7 @@ def _prepare_program(
         entry = zoo.entry(text.removeprefix("torch:"))
         return NamedModel(programs.prepare_zoo_program(entry.name), entry.family, entry.trained)
     sets = read_input_sets(inputs) if inputs else None
-    return NamedModel(programs.prepare_program(Path(text), inputs=sets, seed=seed))
+    return NamedModel(programs.prepare_program(Path(text), inputs=sets, seed=seed, trust=trust))
 
 
 def gate_from_options(metric: str, tolerance: float, limits: Sequence[str] | None) -> Gate:

@@ -178,6 +178,11 @@ def train(
         MissingExtraError: Torch or Stable-Baselines3 is not installed, or TensorBoard is not.
         KeyboardInterrupt: It was interrupted; the best so far and the checkpoint are saved.
     """
+    if not re.fullmatch(r"[^\W_][\w.+-]*", name):
+        raise InputError(
+            f"policy name {name!r} is not allowed; give letters, digits and . _ + - after a letter"
+            " or digit, since it names the files"
+        )
     try:
         import torch
         from stable_baselines3 import PPO
@@ -191,11 +196,6 @@ def train(
     from routepilot.training.checkpointing import Keeper, restore_ppo
     from routepilot.training.scalars import open_logger
 
-    if not re.fullmatch(r"[^\W_][\w.+-]*", name):
-        raise InputError(
-            f"policy name {name!r} is not allowed; give letters, digits and . _ + - after a letter"
-            " or digit, since it names the files"
-        )
     start = time.monotonic()
     tables = (table,) if isinstance(table, RouteTable) else tuple(table)
     sources = (source,) * len(tables) if source is None or isinstance(source, Path) else source

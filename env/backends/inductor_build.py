@@ -162,6 +162,8 @@ def main(folder: Path) -> int:
     warnings.simplefilter("ignore")
     if sys.platform == "linux":  # an orphan would go on using the machine
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # While this lock is held, nobody takes the folder for what a dead process left.
+    fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH)
     start = time.perf_counter()
     try:
         result = build(folder)

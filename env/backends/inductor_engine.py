@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 
 from routepilot.env.backends.base import Tensors
 from routepilot.env.backends.inductor_package import Package
+from routepilot.env.drafts import place_for_draft
 from routepilot.env.errors import MachineError
 
 if TYPE_CHECKING:
@@ -62,6 +65,20 @@ for name, output in zip(settings["outputs"], outputs):
 '''
 
 
+@contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """Have native code of this process make its temporary files in a folder."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(folder.absolute())
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+
+
 class InductorEngine:
     """A loaded package; see `base.Engine`.
 
@@ -102,7 +119,11 @@ class InductorEngine:
         quick: dict[str, Any] = {}
         if "run_single_threaded" in inspect.signature(load).parameters:
             quick["run_single_threaded"] = True  # no locks, whose events a capture refuses
-        self._loaded: Any = load(str(package.path), **quick)
+        # PyTorch unpacks the code into temporary files, which an engine that is killed leaves.
+        self._unpacked = place_for_draft(package.folder.parent)
+        self._unpacked.mkdir(mode=0o700)
+        with _temporary_files_in(self._unpacked):
+            self._loaded: Any = load(str(package.path), **quick)
         self._timer: GpuTimer | None = None
         self._graphs: list[Any] = []
         self._stream: Any = None
@@ -231,5 +252,6 @@ class InductorEngine:
             self._timer.close()
             self._timer = None
         self._graphs, self._loaded = [], None
+        shutil.rmtree(self._unpacked, ignore_errors=True)
         if not self._keep:
             shutil.rmtree(self._package.folder, ignore_errors=True)

@@ -2,7 +2,8 @@
 
 Owns the folders of builds and the parent's side of `inductor_build.py`. A package that was built
 ahead (many at once, before anything is timed) waits in the work folder under its route; whoever
-builds that route takes it, once. Imports no torch.
+builds that route takes it, once. A package is code that runs: one that waits is taken only if this
+installation put it there. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ import json
 import os
 import shutil
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from routepilot.env import ours
 from routepilot.env.backends.base import BuildFailure
 from routepilot.env.backends.inductor_build import CACHE, PACKAGE, REQUEST, RESULT
 from routepilot.env.backends.inductor_catalog import BLAS, CUDNN_BENCHMARK, PRECISION
 from routepilot.env.child import one_line
+from routepilot.env.drafts import draft_folder, place_for_draft
+from routepilot.env.interpreter import module_command
 from routepilot.env.outcomes import Status
 from routepilot.env.routes import Route
 
@@ -123,7 +125,8 @@ def start_build(request: Request, place: Path, *, own_group: bool = False) -> Bu
         own_group: Give the child a session, whose process group can be stopped and killed as one.
     """
     place.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".build-", dir=place))
+    folder = place_for_draft(place)
+    folder.mkdir(mode=0o700)
     (folder / REQUEST).write_text(json.dumps(asdict(request)), encoding="utf-8")
     threads = str(request.threads)
     environment = {
@@ -138,7 +141,7 @@ def start_build(request: Request, place: Path, *, own_group: bool = False) -> Bu
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "routepilot.env.backends.inductor_build", str(folder)],
+            [*module_command("routepilot.env.backends.inductor_build"), str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -185,14 +188,17 @@ def put_ready(package: Package, workdir: Path, route: Route) -> None:
     if target.exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=".putting-", dir=target.parent))
-    for name in (PACKAGE, RESULT):
-        os.link(package.folder / name, draft / name)
-    os.replace(draft, target)
+    ours.remember(ours.PACKAGES, ours.digest_of(package.path))
+    with draft_folder(target.parent) as draft:
+        for name in (PACKAGE, RESULT):
+            os.link(package.folder / name, draft / name)
+        os.replace(draft, target)
 
 
 def take_ready(workdir: Path, route: Route, *, keep: bool) -> Package | None:
-    """A package that waits for this route; it waits no longer, unless kept.
+    """A package of ours that waits for this route; it waits no longer, unless kept.
+
+    What somebody else put there is removed, as if nothing waited.
 
     Args:
         workdir: Work folder.
@@ -202,12 +208,18 @@ def take_ready(workdir: Path, route: Route, *, keep: bool) -> Package | None:
     source = workdir / READY / route.key
     folder = source
     if not keep:
-        folder = workdir / f".taken-{os.getpid()}-{time.monotonic_ns()}"
+        folder = place_for_draft(workdir)
         try:
             os.replace(source, folder)
         except OSError:
             return None
     try:
+        digest = ours.digest_of(folder / PACKAGE)
+        if not ours.is_ours(ours.PACKAGES, digest):
+            shutil.rmtree(folder, ignore_errors=True)
+            return None
+        if not keep:
+            ours.forget(ours.PACKAGES, digest)
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None

@@ -28,6 +28,8 @@ def factory(name: str) -> AgentFactory:
         pytest.importorskip("optuna")
     if name in ("forest", "forest-scratch"):
         pytest.importorskip("sklearn")
+    if name == "gp":
+        pytest.importorskip("torch")
     return make_factory(name, replay=KNOWN if name in NEEDS_TABLE else None)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, load, numpy_helper, save
 
-from routepilot.env import plans
+from routepilot.env import ours
 from routepilot.env.errors import InputError, MachineError
 from routepilot.env.plans import copy_onnx, keep_plan, keep_source, read_plan, source_name
 
@@ -20,7 +20,7 @@ DIGEST = hashlib.sha256(DATA).hexdigest()
 
 @pytest.fixture(autouse=True)
 def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(plans, "_plans_folder", lambda: tmp_path / "notes")
+    monkeypatch.setattr(ours, "_folder", lambda kind: tmp_path / "notes" / kind)
     return tmp_path / "notes"
 
 

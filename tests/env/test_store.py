@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,7 +103,7 @@ def test_files_that_are_not_ours_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TableError, match=r"noise\.sqlite"):
         RecordStore(noise)
     newer = tmp_path / "newer.sqlite"
-    with sqlite3.connect(newer) as base:
+    with closing(sqlite3.connect(newer)) as base, base:
         base.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         base.execute("PRAGMA user_version = 99")
     with pytest.raises(TableError, match="99"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -183,12 +184,16 @@ def test_every_deed_in_real_children(hostile_model: Model, reachable: None, tmp_
                 assert re.search(words, outcome.reason), outcome
         wrong = [o for o in outcomes if o.is_feasible]
         confirmed = confirm_best(session, sorted(wrong, key=lambda o: -o.log_speedup))
-        assert confirmed.route.is_default or confirmed.route.values["-do"] in ("flash", "droop")
+        # Each was asked for at twice the speed, so one that is sound and faster in the end may win.
+        winner = confirmed.route.values.get("-do", "work")
+        truth = 2 * hostile_backend.SOUND.get(winner, 0.0)
+        assert confirmed.route.is_default or truth > 1 or winner == "droop", winner
         agent = make_agent("fast", Problem(catalog, session.features, None, 0, 0, 1e-2))
         assert run_search(session, agent, Budget(0)).builds == 0
     for process in psutil.process_iter():
         try:
-            assert MARK_VARIABLE not in process.environ() or process.pid == 1
+            mark = process.environ().get(MARK_VARIABLE, "")
+            assert not mark.startswith(f"{os.getpid()}-"), process
         except psutil.Error:
             continue
     report("deeds in real children", deeds=len(deeds))

@@ -1,13 +1,10 @@
-"""Numerics: losses against trtexec's formulas in 60 digits, intervals against scipy, masks."""
+"""Numerics: losses against trtexec's formulas in 60 digits, intervals against scipy."""
 
 from __future__ import annotations
-
-import math
 
 import mpmath
 import numpy as np
 import pytest
-import synthetic
 from sizes import report, size
 
 from routepilot.env.accuracy import losses
@@ -95,70 +92,3 @@ def test_intervals_of_the_median_agree_with_scipy(count: int) -> None:
         theirs = quantile_test(sample, p=0.5).confidence_interval(0.95)
         # scipy's interval ends where the test stops rejecting; ours is never wider than needed.
         assert (float(low), float(high)) == pytest.approx((theirs.low, theirs.high))
-
-
-@pytest.mark.parametrize(
-    "name", ["fast", "mixed", "full", "recentred", "random", "best-on-average", "knn", "coreset",
-             "grace", "forest", "forest-scratch", "transfer-gp", "two-way-gp", "greedy",
-             "thompson", "tpe"],
-)  # fmt: skip
-def test_no_agent_sends_an_illegal_route_or_one_twice(name: str) -> None:
-    from routepilot.agents import make_factory
-    from routepilot.agents.base import Problem
-    from routepilot.env.accuracy import Gate
-    from routepilot.env.backends.recorded import Replay
-
-    pytest.importorskip("optuna")
-    pytest.importorskip("sklearn")
-    steps = size("agent_steps", 60, 2_000)
-    if name in ("forest", "forest-scratch", "two-way-gp", "greedy", "thompson", "tpe"):
-        steps = min(steps, size("slow_agent_steps", 20, 300))
-    table, rng, sent, seed = synthetic.table(), np.random.default_rng(0), 0, 0
-    factory = make_factory(name, replay=Replay(table, Gate()))
-    while sent < steps:
-        card = table.models[seed % len(table.models)]
-        agent = factory(Problem(table.catalog, card.features, None, 16, seed, 1e-2))
-        agent.tell(synthetic.Route(), synthetic.outcome(synthetic.Route(), seed % 4, rng))
-        seen = set()
-        for _ in range(16):
-            route = agent.ask()
-            if route is None:
-                break
-            assert table.catalog.is_legal(route) and not route.is_default and route not in seen
-            seen.add(route)
-            agent.tell(route, synthetic.outcome(route, seed % 4, rng))
-            sent += 1
-        seed += 1
-        if seed > steps:
-            break
-    report("agent", agent=name, routes=sent)
-
-
-def test_masked_actions_are_never_taken_by_the_policy() -> None:
-    """Random weights and random masks: the greedy action and every sampled one is allowed."""
-    from routepilot.agents import policy
-    from routepilot.env.episode import CONTEXT_FEATURES, ROW_FEATURES, ROWS, Observation
-
-    rng = np.random.default_rng(0)
-    steps = size("mask_steps", 3_000, 1_000_000)
-    weights = {n: rng.normal(0, 1, s).astype(np.float32) for n, s in policy.shapes().items()}
-    network = policy.Network(weights)
-    for number in range(steps):
-        if number % 1000 == 0:
-            weights = {
-                n: rng.normal(0, 3, s).astype(np.float32) for n, s in policy.shapes().items()
-            }
-            network = policy.Network(weights)
-        mask = np.ones(ROWS + 1, np.int8)
-        mask[:-1] = rng.random(ROWS) < rng.random()
-        seen = Observation(
-            rng.normal(0, 5, (ROWS, len(ROW_FEATURES))).astype(np.float32),
-            rng.normal(0, 5, len(CONTEXT_FEATURES)).astype(np.float32),
-            mask,
-            np.zeros(ROWS, np.int64),
-        )
-        logits = network.logits(seen)
-        assert mask[int(np.argmax(logits))] == 1
-        assert np.all(np.isneginf(logits) == (mask == 0))
-    report("masks", steps=steps)
-    assert math.isfinite(float(logits.max()))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import hostile_backend
@@ -173,7 +174,7 @@ def test_an_older_store_is_migrated_and_a_newer_one_refused(
             store.add(Record("g", synthetic.TARGET.key, Outcome(Route(), Status.OK)))
     with pytest.raises(TableError, match="newer RoutePilot"):
         RecordStore(path)
-    with sqlite3.connect(path) as base:
+    with closing(sqlite3.connect(path)) as base, base:
         assert base.execute("SELECT count(*) FROM records WHERE fingerprint = 'g'").fetchone()[0]
 
 

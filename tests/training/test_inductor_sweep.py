@@ -174,5 +174,5 @@ def test_a_sweep_resumes_and_its_tables_merge(tmp_path: Path) -> None:
     assert {str(route): len(found) for route, found in routes.items()} == {
         "": 2, "-freezing=on": 1, "-precision=bf16": 1,
     }  # fmt: skip
-    assert not list((tmp_path / "b" / "builds").glob(".build-*/cache"))
+    assert not list((tmp_path / "b" / "builds").glob(".draft-*/cache"))
     assert os.path.getsize(tmp_path / "b" / "table.parquet") > 0

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -35,7 +36,7 @@ def command(model: Path, out: Path) -> list[str]:
 
 def recorded(out: Path) -> int:
     try:
-        with sqlite3.connect(f"file:{out}/records.sqlite?mode=ro", uri=True) as base:
+        with closing(sqlite3.connect(f"file:{out}/records.sqlite?mode=ro", uri=True)) as base, base:
             (number,) = base.execute("SELECT COUNT(*) FROM records").fetchone()
             return int(number)
     except sqlite3.Error:

@@ -1,0 +1,267 @@
+"""Masks: nothing illegal is ever sent or taken, by any agent or environment, over a million steps.
+
+The steps of an agent are the routes it asks for. Agents that fit a surrogate at every step get
+fewer, as many as their speed allows; `report` says how many each had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import synthetic
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sizes import report, size
+
+from routepilot.agents import AGENTS, make_factory
+from routepilot.agents.base import AgentFactory, Problem
+from routepilot.env.accuracy import Gate
+from routepilot.env.backends.recorded import Replay
+from routepilot.env.errors import InputError
+from routepilot.env.outcomes import Outcome
+from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Knob, Requirement, Route
+
+MILLION = 1_000_000
+
+#: Agents whose step takes milliseconds -> their steps, short and long; the others get a million.
+SLOW = {
+    "two-way-gp": (16, 10_000),
+    "greedy": (16, 10_000),
+    "thompson": (16, 10_000),
+    "ppo": (16, 10_000),
+    "forest": (16, 10_000),
+    "forest-scratch": (16, 10_000),
+    "transfer-gp": (16, 10_000),
+    "tpe": (20, 20_000),
+    "gp": (4, 160),
+}
+
+
+#: Who asks for nothing, who knows all the answers, and who walks as `ppo` does with other weights.
+UNASKED = ("default", "oracle", "bc")
+
+
+@lru_cache(maxsize=1)
+def table():  # noqa: ANN201
+    return synthetic.table()
+
+
+@lru_cache(maxsize=1)
+def pool() -> list[Outcome]:
+    """Outcomes of every kind, for the default route; told for any route."""
+    rng = np.random.default_rng(0)
+    return [
+        synthetic.outcome(route, kind, rng) for kind in range(4) for route in synthetic.routes()
+    ]
+
+
+def factory_of(name: str) -> AgentFactory:
+    if name == "ppo":
+        from routepilot.agents.policy import load_policy
+        from routepilot.training.defaults import checkpoints_folder
+
+        policy = load_policy(checkpoints_folder() / "cpu.safetensors")
+        return make_factory(name, policy=policy)
+    return make_factory(name, replay=Replay(table(), Gate()))
+
+
+def walk(make: AgentFactory, problem: Problem, tell: Callable[[Route], Outcome]) -> int:
+    """Let an agent spend its budget; every route it asks for must be allowed. Returns how many."""
+    agent = make(problem)
+    agent.tell(DEFAULT_ROUTE, tell(DEFAULT_ROUTE))
+    asked: set[Route] = set()
+    while len(asked) < problem.budget:
+        route = agent.ask()
+        if route is None:
+            break
+        assert not route.is_default, "the default route was asked for"
+        assert route not in asked, f"{route} was asked for twice"
+        assert problem.catalog.is_legal(route), f"{route} is not legal"
+        assert problem.catalog.route(route.values) == route, f"{route} is not canonical"
+        if problem.candidates is not None:
+            assert route in problem.candidates, f"{route} is no candidate"
+        asked.add(route)
+        agent.tell(route, tell(route))
+    return len(asked)
+
+
+def told(rng: np.random.Generator) -> Callable[[Route], Outcome]:
+    """Outcomes at random, with the route put in."""
+    from dataclasses import replace
+
+    outcomes = pool()
+    return lambda route: replace(outcomes[int(rng.integers(len(outcomes)))], route=route)
+
+
+@pytest.mark.parametrize("name", [name for name in AGENTS if name not in UNASKED])
+def test_no_agent_sends_what_is_not_allowed(name: str) -> None:
+    if name in ("tpe", "gp"):
+        pytest.importorskip("optuna").logging.set_verbosity(50)
+    if name == "gp":
+        pytest.importorskip("torch")
+    if name.startswith("forest"):
+        pytest.importorskip("sklearn")
+    short, long = SLOW.get(name, (2_000, MILLION))
+    steps = size("slow_agent_steps" if name in SLOW else "agent_steps", short, long)
+    steps = min(steps, long)
+    make, rng = factory_of(name), np.random.default_rng(size("seed", 0, 0))
+    catalog, cards = table().catalog, table().models
+    every = synthetic.routes()[1:]
+    sent = seed = 0
+    if name == "ppo":
+        catalog, cards, every = _released()
+    while sent < steps:
+        known = cards[seed % len(cards)].features if seed % 5 else None
+        some = None
+        if seed % 2:
+            count = int(rng.integers(0, len(every) + 1))
+            some = tuple(every[i] for i in rng.permutation(len(every))[:count])
+        budget = int(rng.integers(1, 48 if name not in SLOW else 12))
+        sent += walk(make, Problem(catalog, known, some, budget, seed, 1e-2), told(rng))
+        seed += 1
+    report("agent", agent=name, routes=sent, problems=seed)
+
+
+def _released():  # noqa: ANN202
+    """Catalog, cards and routes of the table that a released policy belongs to."""
+    from routepilot.env.tables import load_table
+    from routepilot.training.defaults import find_table
+
+    found = load_table(find_table("cpu"))
+    routes = {route for known in found.outcomes.values() for route in known}
+    return found.catalog, found.models, sorted(routes - {DEFAULT_ROUTE}, key=str)[:200]
+
+
+# Catalogs that nobody has seen.
+
+
+@st.composite
+def catalogs(draw: st.DrawFn) -> Catalog:
+    """Catalogs of one to seven knobs, some of which need a value of another."""
+    count = draw(st.integers(1, 7))
+    knobs = []
+    for number in range(count):
+        values = tuple(f"v{i}" for i in range(draw(st.integers(1, 5))))
+        knobs.append(Knob(f"-k{number}", values, draw(st.sampled_from(values))))
+    needs = []
+    for number in range(1, count):
+        if draw(st.booleans()):
+            other = knobs[draw(st.integers(0, number - 1))]
+            allowed = draw(st.lists(st.sampled_from(other.values), min_size=1, unique=True))
+            # A catalog's default route is always legal.
+            allowed = tuple(dict.fromkeys([*allowed, other.default]))
+            needs.append(Requirement(knobs[number].name, None, other.name, allowed, "made up"))
+    return Catalog("made", "1", tuple(knobs), tuple(needs))
+
+
+@settings(
+    max_examples=size("made_catalogs", 30, 2_000),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(catalog=catalogs(), seed=st.integers(0, 2**32 - 1), share=st.sampled_from([None, 0.0, 0.5]))
+def test_no_agent_sends_what_a_made_catalog_forbids(
+    catalog: Catalog, seed: int, share: float | None
+) -> None:
+    rng = np.random.default_rng(seed)
+    some = None
+    if share is not None:
+        near = tuple(catalog.neighbours(DEFAULT_ROUTE))
+        some = near[: round(share * len(near))]
+    for name in ("fast", "mixed", "full", "recentred", "random"):
+        walk(make_factory(name), Problem(catalog, None, some, 24, seed), told(rng))
+
+
+# The environments.
+
+
+def _check_step(env, rng: np.random.Generator, seen: dict, built: set[Route]) -> bool:  # noqa: ANN001
+    """One allowed action at random, after a forbidden one was refused; returns whether it ended."""
+    mask = seen["mask"]
+    forbidden = np.flatnonzero(mask == 0)
+    if len(forbidden) and rng.random() < 0.05:
+        before = env._episode.used
+        with pytest.raises(InputError, match="masked"):
+            env.step(int(rng.choice(forbidden)))
+        assert env._episode.used == before, "a forbidden action cost a build"
+    action = int(rng.choice(np.flatnonzero(mask)))
+    places, routes = env._seen.places, env._episode.routes
+    if action < len(mask) - 1:
+        route = routes[int(places[action])]
+        assert table().catalog.is_legal(route) and not route.is_default
+        assert route not in built, "a route is offered twice"
+        built.add(route)
+    after, reward, ended, cut, _ = env.step(action)
+    assert math.isfinite(reward) and not cut
+    assert env.observation_space.contains(after)
+    seen.update(after)
+    return ended
+
+
+@pytest.mark.parametrize("kind", ["recorded", "live"])
+def test_every_action_that_an_environment_offers_is_allowed(kind: str) -> None:
+    from routepilot.env.route_env import LiveRouteSelectionEnv, Randomness, RouteSelectionEnv
+    from routepilot.env.surrogate import Surrogate
+
+    steps = size("environment_steps", 400, MILLION // 2)
+    rng = np.random.default_rng(size("seed", 0, 0))
+    if kind == "recorded":
+        env = RouteSelectionEnv(table(), randomness=Randomness((1, 12), noise=True, share=0.3))
+    else:
+        env = LiveRouteSelectionEnv(
+            table().catalog,
+            synthetic.routes()[1:],
+            Surrogate(Replay(table(), Gate())),
+            table().models[0].features,
+            told(rng),
+            budget=12,
+        )
+    done = episodes = 0
+    seen, _ = env.reset(seed=0)
+    while done < steps:
+        built: set[Route] = set()
+        ended = False
+        while not ended:
+            ended = _check_step(env, rng, seen, built)
+            done += 1
+        with pytest.raises(InputError, match="reset"):
+            env.step(0)
+        seen, _ = env.reset()
+        episodes += 1
+    report("environment", kind=kind, steps=done, episodes=episodes)
+
+
+# The policy.
+
+
+def test_masked_actions_are_never_taken_by_the_policy() -> None:
+    """Random weights and random masks: the greedy action and every sampled one is allowed."""
+    from routepilot.agents import policy
+    from routepilot.env.episode import CONTEXT_FEATURES, ROW_FEATURES, ROWS, Observation
+
+    rng = np.random.default_rng(0)
+    steps = size("mask_steps", 3_000, MILLION)
+    logits = np.zeros(1)
+    for number in range(steps):
+        if number % 1000 == 0:
+            weights = {
+                n: rng.normal(0, 3, s).astype(np.float32) for n, s in policy.shapes().items()
+            }
+            network = policy.Network(weights)
+        mask = np.ones(ROWS + 1, np.int8)
+        mask[:-1] = rng.random(ROWS) < rng.random()
+        seen = Observation(
+            rng.normal(0, 5, (ROWS, len(ROW_FEATURES))).astype(np.float32),
+            rng.normal(0, 5, len(CONTEXT_FEATURES)).astype(np.float32),
+            mask,
+            np.zeros(ROWS, np.int64),
+        )
+        logits = network.logits(seen)
+        assert mask[int(np.argmax(logits))] == 1
+        assert np.all(np.isneginf(logits) == (mask == 0))
+    report("masks", steps=steps)
+    assert math.isfinite(float(logits.max()))
