@@ -44,6 +44,10 @@ LOSS_NOISE = 0.1
 #: Standard deviation of a log speed-up beyond what one session's interval shows.
 SPEED_NOISE = 0.02
 
+#: Most outcomes that a surrogate is conditioned on: its cost grows with their cube. A larger table
+#: is told by those of its routes that say most about the others.
+MOST_OUTCOMES = 3000
+
 #: Knobs whose marks say that they change the engine as a whole.
 STRONG = frozenset({"engine", "precision"})
 
@@ -135,6 +139,29 @@ def route_likeness(
     for knob, weight in enumerate(decay):
         distance += weight * (a[:, knob, None] != b[None, :, knob])
     return np.exp(-distance)
+
+
+def telling(alike: Floats, known: NDArray[np.int64], count: int) -> NDArray[np.bool_]:
+    """Which routes to be told of, when there are too many.
+
+    One after the other, that which leaves the least unknown of all, as in a pivoted Cholesky
+    decomposition; routes that few models know count less.
+
+    Args:
+        alike: Likeness of the routes, shape (routes, routes).
+        known: How many models know each.
+        count: How many to choose.
+    """
+    chosen = np.zeros(len(alike), bool)
+    weight = np.sqrt(known / max(int(known.max(initial=1)), 1))
+    left, columns = alike.diagonal().copy(), np.zeros((count, len(alike)))
+    for step in range(min(count, len(alike))):
+        place = int(np.argmax(np.where(chosen, -1.0, weight * left)))
+        chosen[place] = True
+        column = alike[place] - columns[:step, place] @ columns[:step]
+        columns[step] = column / math.sqrt(max(left[place], 1e-9))
+        left = np.maximum(left - columns[step] ** 2, 0.0)
+    return chosen
 
 
 def relevance(features: Floats, models: Sequence[ModelReplay]) -> Floats:
@@ -335,6 +362,11 @@ class Surrogate:
         self._places = [np.array([place[r] for r in m.routes], int) for m in self.models]
         self._codes = encode(self.catalog, list(place))
         self._routes_alike = route_likeness(self.catalog, self._codes, self._codes, self.kernel)
+        known = np.bincount(np.concatenate([*self._places, []]).astype(int), minlength=len(place))
+        count = len(place)
+        if known.sum() > MOST_OUTCOMES:
+            count = max(1, MOST_OUTCOMES // len(self.models))
+        self._told = telling(self._routes_alike, known, count)
         self._speed = self._condition(
             [np.clip(m.log_speedup, -CLIP, CLIP) for m in self.models],
             [np.hypot(m.noise, SPEED_NOISE) for m in self.models],
@@ -436,7 +468,8 @@ class Surrogate:
         self, values: list[Floats], noises: list[Floats], empty: tuple[float, float]
     ) -> _Conditioned:
         kernel = self.kernel
-        kept = [np.flatnonzero(~np.isnan(v)) for v in values]
+        told = [self._told[places] for places in self._places]
+        kept = [np.flatnonzero(~np.isnan(v) & t) for v, t in zip(values, told, strict=True)]
         known = [v[k] for v, k in zip(values, kept, strict=True)]
         if not known:
             return _Conditioned(
