@@ -119,7 +119,8 @@ class _SelectionEnv(gymnasium.Env[Seen, np.int64]):
         assert self._seen is not None
         info = {**self._info(), "stopped": stopped}
         self._episode = None
-        return _as_dict(self._seen), reward, True, False, info
+        last = {name: part.copy() for name, part in _as_dict(self._seen).items()}
+        return last, reward, True, False, info
 
     def _info(self) -> dict[str, Any]:
         assert self._episode is not None

@@ -88,8 +88,10 @@ def find_subject(agents: Sequence[str], subject: str | None = None) -> str:
         InputError: An unknown agent, or a subject that is not among them.
     """
     for name in agents:
-        if name not in AGENTS:
-            raise InputError(f"agent {name!r} does not exist; there is: {', '.join(AGENTS)}")
+        if name not in AGENTS and ":" not in name:
+            raise InputError(
+                f"agent {name!r} does not exist; there is: {', '.join(AGENTS)}; or module:factory"
+            )
     subject = subject or ("ppo" if "ppo" in agents else agents[-1])
     if subject not in agents:
         raise InputError(f"agent {subject!r} is not evaluated; name it among the agents too")

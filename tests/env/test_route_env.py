@@ -28,6 +28,7 @@ def test_gymnasium_checker_passes() -> None:
     check_env(make(), skip_render_check=True)
 
 
+@pytest.mark.filterwarnings("ignore:Your observation candidates has an unconventional shape")
 def test_stable_baselines3_checker_passes() -> None:
     checker = pytest.importorskip("stable_baselines3.common.env_checker")
     checker.check_env(make(), warn=True)
