@@ -134,11 +134,11 @@ def choose_promising(episode: Episode, seen: Observation) -> int | None:
 
 
 def choose_by(policy: LoadedPolicy) -> Chooser:
-    """The candidate or the stop that a policy scores highest."""
+    """The candidate that a policy scores highest, or its stop."""
 
     def choose(episode: Episode, seen: Observation) -> int | None:
         del episode
-        action = int(np.argmax(policy.network.logits(seen)))
+        action = policy.network.action(seen)
         return None if action == len(seen.rows) else int(seen.places[action])
 
     return choose

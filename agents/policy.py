@@ -91,6 +91,20 @@ class Network:
         found[-1] = float(stop[0])
         return found
 
+    def action(self, seen: Observation) -> int:
+        """The row to build, or `ROWS` to stop.
+
+        It stops when that is likelier than all rows together. One row seldom has much of the
+        chance, so a stop that only beat each of them would come while most of it is for going on
+        (docs/experiments.md).
+        """
+        logits = self.logits(seen)
+        rows, stop = logits[:-1], logits[-1]
+        best = int(np.argmax(rows))
+        if not np.isfinite(rows[best]):
+            return ROWS
+        return ROWS if stop > rows[best] + np.log(np.exp(rows - rows[best]).sum()) else best
+
 
 @dataclass(frozen=True)
 class Card:

@@ -128,7 +128,7 @@ class Model:
 
 def is_bundle(folder: Path) -> bool:
     """True when `folder` is a finished prepared model."""
-    return (folder / "model.json").is_file()
+    return os.path.isfile(folder / "model.json")  # which a name that is too long answers too
 
 
 def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:

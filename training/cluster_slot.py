@@ -42,7 +42,7 @@ Files = Mapping[str, NDArray[np.uint8]]
 def read_files(folder: Path) -> dict[str, NDArray[np.uint8]]:
     """Every file below a folder; links are followed."""
     return {
-        str(path.relative_to(folder)): np.fromfile(path, np.uint8)
+        str(path.relative_to(folder)): np.frombuffer(path.read_bytes(), np.uint8)
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }

@@ -229,7 +229,7 @@ def trace_fold(
 def _files_of(policy: Path) -> Files:
     """A policy's weights, card and tables, for a job elsewhere."""
     paths = (policy, policy.with_suffix(".json"), *find_card_tables(policy, read_card(policy)))
-    return {path.name: np.fromfile(path, np.uint8) for path in paths}
+    return {path.name: np.frombuffer(path.read_bytes(), np.uint8) for path in paths}
 
 
 @contextmanager

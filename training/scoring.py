@@ -58,7 +58,7 @@ def play(env: RouteSelectionEnv, network: Network, model: str, budget: int) -> P
         observation = Observation(
             seen["candidates"], seen["context"], seen["mask"], np.zeros(ROWS, np.int64)
         )
-        action = int(np.argmax(network.logits(observation)))
+        action = network.action(observation)
         seen, _, done, _, info = env.step(np.int64(action))
         failed = int(info["failed"])
         if action != ROWS:
