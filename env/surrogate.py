@@ -58,7 +58,7 @@ class Kernel:
 
     The defaults did best of 14 settings (13 random, and a first guess) in share of the oracle's
     gain after 1, 2 and 4 greedy builds at limits 1e-2 and 3e-2, each family unseen by its
-    surrogate, on 22 of the 26 models of the released table (docs/experiments.md).
+    surrogate, on 22 of the 26 models of the first table (docs/experiments.md).
 
     Attributes:
         shared: Variance of what all models share.

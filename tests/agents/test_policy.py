@@ -66,6 +66,20 @@ def test_order_of_rows_does_not_matter() -> None:
     assert shuffled[-1] == pytest.approx(straight[-1], abs=1e-5)
 
 
+@pytest.mark.parametrize(("stop", "stops"), [(1.0, False), (2.0, False), (2.5, True)])
+def test_it_stops_when_that_is_likelier_than_all_rows_together(stop: float, stops: bool) -> None:
+    """Nine equal rows: a stop must beat log 9 = 2.2 over one of them."""
+    made = {name: np.zeros(shape, np.float32) for name, shape in shapes().items()}
+    made["stop.bias"][:] = stop
+    assert (Network(made).action(observation(9)) == ROWS) is stops
+
+
+def test_it_stops_where_no_row_is_left() -> None:
+    made = weights()
+    made["stop.bias"][:] = -50.0
+    assert Network(made).action(observation(0)) == ROWS
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     save_table(synthetic.table(), tmp_path / "made.parquet")

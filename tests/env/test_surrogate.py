@@ -153,3 +153,28 @@ def test_the_same_catalog_by_name_changes_no_belief() -> None:
     np.testing.assert_array_equal(plain.speed.mean, named.speed.mean)
     np.testing.assert_array_equal(plain.loss.cov, named.loss.cov)
     np.testing.assert_array_equal(plain.codes, named.codes)
+
+
+def test_a_large_table_is_told_by_its_telling_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from routepilot.env import surrogate as module
+
+    replay = Replay(synthetic.table())
+    whole = Surrogate(replay)
+    monkeypatch.setattr(module, "MOST_OUTCOMES", 6 * len(replay.models))
+    thinned = Surrogate(replay)
+    model = replay.models[0]
+    sure = [s.prior(model).speed.sd.mean() for s in (whole, thinned)]
+    assert (
+        sure[0]
+        < sure[1]
+        < Surrogate(replay.without_families(replay.table.families)).prior(model).speed.sd.mean()
+    )
+
+
+def test_telling_routes_are_unlike_each_other_and_known_to_many() -> None:
+    from routepilot.env.surrogate import telling
+
+    alike = np.array([[1.0, 0.99, 0.1], [0.99, 1.0, 0.1], [0.1, 0.1, 1.0]])
+    assert telling(alike, np.array([4, 4, 4]), 2).tolist() == [True, False, True]
+    assert telling(alike, np.array([1, 4, 4]), 2).tolist() == [False, True, True]
+    assert telling(alike, np.array([1, 1, 1]), 9).all()
