@@ -51,9 +51,9 @@ evidence: $(VENV)/.dev
 	$(BIN)/routepilot leakage --table cpu
 	$(BIN)/routepilot leakage --table h200
 	$(BIN)/routepilot evaluate --table cpu --out runs/evidence/cpu --workers 2 --seeds 2 \
-		--agents $(RIVALS),bc,ppo
+		--agents $(RIVALS),bc,ppo,ppo-no-stop
 	$(BIN)/routepilot evaluate --table h200 --out runs/evidence/h200 --workers 2 --seeds 2 \
-		--agents $(RIVALS),bc,ppo
+		--agents $(RIVALS),bc,ppo,ppo-no-stop
 	$(BIN)/routepilot evaluate --table h200 --policy cpu --out runs/evidence/across --seeds 2 \
 		--agents random,fast,tpe,gp,ppo
 

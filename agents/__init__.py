@@ -34,6 +34,7 @@ AGENTS: dict[str, str] = {
     "thompson": "Thompson sampling on the same surrogate",
     "bc": "a policy on the same surrogate that only imitates its teacher",
     "ppo": "the learned policy on the same surrogate",
+    "ppo-no-stop": "the learned policy without its stop: it spends the whole budget",
     "oracle": "the best recorded route at once; in `evaluate` alone",
 }
 
@@ -53,7 +54,10 @@ NEEDS_TABLE = frozenset(
 )
 
 #: Agents that are a trained policy.
-NEEDS_POLICY = frozenset({"bc", "ppo"})
+NEEDS_POLICY = frozenset({"bc", "ppo", "ppo-no-stop"})
+
+#: Those of them that PPO trained.
+TRAINED_BY_PPO = frozenset({"ppo", "ppo-no-stop"})
 
 
 def check_name(name: str) -> None:
@@ -135,7 +139,7 @@ def _from_policy(name: str, policy: LoadedPolicy | None) -> AgentFactory:
             " `routepilot train --steps 0` and give it with --policy"
         )
     if policy is None:
-        raise InputError("agent ppo needs a policy; give one with --policy")
+        raise InputError(f"agent {name} needs a policy; give one with --policy")
     return by_policy(policy, name)
 
 

@@ -133,12 +133,12 @@ def choose_promising(episode: Episode, seen: Observation) -> int | None:
     return int(seen.places[np.argmax(seen.rows[:used, PROMISE])])
 
 
-def choose_by(policy: LoadedPolicy) -> Chooser:
+def choose_by(policy: LoadedPolicy, *, may_stop: bool = True) -> Chooser:
     """The candidate that a policy scores highest, or its stop."""
 
     def choose(episode: Episode, seen: Observation) -> int | None:
         del episode
-        action = policy.network.action(seen)
+        action = policy.network.action(seen, may_stop=may_stop)
         return None if action == len(seen.rows) else int(seen.places[action])
 
     return choose
@@ -188,5 +188,8 @@ def thompson(surrogate: Surrogate) -> AgentFactory:
 def by_policy(policy: LoadedPolicy, name: str = "ppo") -> AgentFactory:
     """A policy at work, on the records of the problem's catalog where it has some."""
     return lambda problem: BelieverAgent(
-        name, problem, policy.surrogate_for(problem.catalog), choose_by(policy)
+        name,
+        problem,
+        policy.surrogate_for(problem.catalog),
+        choose_by(policy, may_stop=name != "ppo-no-stop"),
     )

@@ -91,18 +91,24 @@ class Network:
         found[-1] = float(stop[0])
         return found
 
-    def action(self, seen: Observation) -> int:
+    def action(self, seen: Observation, *, may_stop: bool = True) -> int:
         """The row to build, or `ROWS` to stop.
 
         It stops when that is likelier than all rows together. One row seldom has much of the
         chance, so a stop that only beat each of them would come while most of it is for going on
         (docs/experiments.md).
+
+        Args:
+            seen: The observation.
+            may_stop: False to go on while there is a row.
         """
         logits = self.logits(seen)
         rows, stop = logits[:-1], logits[-1]
         best = int(np.argmax(rows))
         if not np.isfinite(rows[best]):
             return ROWS
+        if not may_stop:
+            return best
         return ROWS if stop > rows[best] + np.log(np.exp(rows - rows[best]).sum()) else best
 
 

@@ -186,7 +186,7 @@ def evaluate(
 ) -> None:
     """Compare agents by replay, one family held out, or the families of a split.
 
-    `ppo` and `bc` (imitation alone) train --training-seeds policies for what is held out, which
+    `ppo`, `ppo-no-stop` and `bc` (imitation alone) train --training-seeds policies for what is held out, which
     takes a minute or two each; policies found in OUT are not trained again, nor is replayed what an
     interrupted run left there. With --ray a cluster trains and replays, a core each. `oracle` knows
     each model's best route. Writes evaluation.json, .md and .html and the figures into OUT;
@@ -232,7 +232,7 @@ def evaluate(
                 ray=there,
             )
             for agent, home in POLICY_FOLDERS.items()
-            if agent in wanted and not (agent == "ppo" and given is not None)
+            if agent in wanted and (agent == "bc" or given is None)
         }
         result = run(
             source,

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from routepilot.agents import NEEDS_TABLE, make_factory
+from routepilot.agents import NEEDS_TABLE, TRAINED_BY_PPO, make_factory
 from routepilot.agents.base import Agent, AgentFactory
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import InputError, ModelError
@@ -279,7 +279,7 @@ class _Live:
         return None if self._card is None else self._replay.model(self._card.fingerprint).oracle
 
     def _factory(self, name: str, known: Replay, fold: Fold) -> AgentFactory:
-        if name != "ppo":
+        if name not in TRAINED_BY_PPO:
             return make_factory(name, replay=known if name in NEEDS_TABLE else None)
         from routepilot.agents.policy import load_policy
 
@@ -358,7 +358,7 @@ def _settings(
 ) -> dict[str, Any]:
     """What a finished model must have been run with to be taken as it is."""
     policy = ""
-    if "ppo" in plan.agents:
+    if TRAINED_BY_PPO & set(plan.agents):
         path = policy_for(plan.policy, fold, plan.split)
         policy = hashlib.sha256(path.read_bytes()).hexdigest()
     told = json.dumps(

@@ -134,13 +134,13 @@ def choose_agent(session: Session, *, policy: str | None, agent: str | None) -> 
     Raises:
         InputError: Both were given.
     """
-    from routepilot.agents import NEEDS_TABLE
+    from routepilot.agents import NEEDS_TABLE, TRAINED_BY_PPO
     from routepilot.agents.policy import load_policy
 
     if policy is not None and agent is not None:
         raise InputError(f"both policy {policy!r} and agent {agent!r} were given; give one")
     backend = session.config.backend
-    if agent is not None and agent != "ppo":
+    if agent is not None and agent not in TRAINED_BY_PPO:
         replay = None
         if agent in NEEDS_TABLE:
             table = load_table(find_table(released_name(backend)))
@@ -161,7 +161,7 @@ def choose_agent(session: Session, *, policy: str | None, agent: str | None) -> 
     if name == ANY:
         reason = f"since none is released for the {backend} backend and it is for any catalog"
     why = f"policy {name}, {reason}; {_records(loaded, session)}"
-    return Choice(_agent_of(loaded), name, why, policy=loaded)
+    return Choice(agent or _agent_of(loaded), name, why, policy=loaded)
 
 
 def _agent_of(policy: LoadedPolicy) -> str:

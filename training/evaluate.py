@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from routepilot.agents import AGENTS, NEEDS_TABLE, make_factory
+from routepilot.agents import AGENTS, NEEDS_TABLE, TRAINED_BY_PPO, make_factory
 from routepilot.agents.base import AgentFactory
 from routepilot.agents.oracle import oracle
 from routepilot.agents.policy import file_hash, find_card_tables, load_policy, read_card
@@ -67,7 +67,7 @@ DEFAULT_AGENTS = (
 )
 
 #: Where each agent that is a policy keeps those trained for an evaluation.
-POLICY_FOLDERS = {"ppo": "policies", "bc": "policies-bc"}
+POLICY_FOLDERS = {"ppo": "policies", "ppo-no-stop": "policies", "bc": "policies-bc"}
 
 #: Agent -> family -> policies that never saw it.
 Policies = Mapping[str, Mapping[str, Sequence[Path]]]
@@ -161,7 +161,7 @@ def traces(
     for fold in plan:
         for name in agents:
             trained = tuple((policies or {}).get(name, {}).get(fold.judged[0], ()))
-            if policy is not None and name == "ppo":
+            if policy is not None and name in TRAINED_BY_PPO:
                 trained = (policy,)
             elsewhere = policy if name in NEEDS_TABLE else None
             weights = [file_hash(path) for path in (*trained, elsewhere) if path is not None]

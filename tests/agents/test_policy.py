@@ -72,6 +72,7 @@ def test_it_stops_when_that_is_likelier_than_all_rows_together(stop: float, stop
     made = {name: np.zeros(shape, np.float32) for name, shape in shapes().items()}
     made["stop.bias"][:] = stop
     assert (Network(made).action(observation(9)) == ROWS) is stops
+    assert Network(made).action(observation(9), may_stop=False) < 9
 
 
 def test_it_stops_where_no_row_is_left() -> None:

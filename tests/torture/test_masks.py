@@ -41,8 +41,8 @@ SLOW = {
 }
 
 
-#: Who asks for nothing, who knows all the answers, and who walks as `ppo` does with other weights.
-UNASKED = ("default", "oracle", "bc")
+#: Who asks for nothing, who knows all the answers, and who walks as `ppo` does.
+UNASKED = ("default", "oracle", "bc", "ppo-no-stop")
 
 
 @lru_cache(maxsize=1)
