@@ -186,11 +186,11 @@ def evaluate(
 ) -> None:
     """Compare agents by replay, one family held out, or the families of a split.
 
-    `ppo`, `ppo-no-stop` and `bc` (imitation alone) train --training-seeds policies for what is held out, which
-    takes a minute or two each; policies found in OUT are not trained again, nor is replayed what an
-    interrupted run left there. With --ray a cluster trains and replays, a core each. `oracle` knows
-    each model's best route. Writes evaluation.json, .md and .html and the figures into OUT;
-    docs/evaluation.md explains them.
+    `ppo`, `ppo-no-stop` and `bc` (imitation alone) train --training-seeds policies for what is held
+    out, which takes a minute or two each; policies found in OUT are not trained again, nor is
+    replayed what an interrupted run left there. With --ray a cluster trains and replays, a core
+    each. `oracle` knows each model's best route. Writes evaluation.json, .md and .html and the
+    figures into OUT; docs/evaluation.md explains them.
 
     Example: routepilot evaluate --table cpu --agents random,best-on-average,two-way-gp,ppo
     """

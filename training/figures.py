@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from routepilot.agents import NEEDS_POLICY
 from routepilot.training.statistics import (
     DRAWS,
     Estimate,
@@ -173,7 +174,7 @@ def against(found: Found, subject: str, seed: int = 0) -> dict[str, Any]:
         on models with something to gain) and `difference` (of their gain shares), each an estimate
         a budget, and `fewer_builds` (ratio of mean builds to 95 %); `best_rival`, by budget its
         `name` and the `difference` to it. The best rival is the one of the largest gain share at
-        that budget, and so favoured by chance.
+        that budget, and so favoured by chance; where the agent is a policy, it is none of those.
     """
     ours = TraceArrays.of(found[subject])
     rivals: dict[str, Any] = {}
@@ -200,6 +201,8 @@ def against(found: Found, subject: str, seed: int = 0) -> dict[str, Any]:
                 _ratio, ours.builds_to_95, theirs.builds_to_95, seed=seed
             ).as_json(),
         }
+    ours_too = NEEDS_POLICY if subject in NEEDS_POLICY else frozenset()
+    shares = {name: found for name, found in shares.items() if name not in ours_too}
     best = {
         str(b): max(shares, key=lambda name: float(shares[name][place]))
         for place, b in enumerate(BUDGETS)
