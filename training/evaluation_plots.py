@@ -17,7 +17,7 @@ SIZE, DPI = (6.4, 3.8), 150
 #: Forms in which each figure is written.
 FORMS = ("svg", "png")
 
-#: Colours and dashes tell more agents apart than colours alone.
+#: Colours and dashes tell more agents apart than colours alone; the subject is black.
 COLOURS, DASHES = 10, ("-", "--", ":")
 
 
@@ -85,25 +85,29 @@ def _figures(result: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     return found
 
 
-def _shaded(result: Mapping[str, Any]) -> set[str]:
-    """Agents whose interval is drawn: the subject and its best rivals; more would be a blur."""
+def _shaded(result: Mapping[str, Any]) -> list[str]:
+    """Whose interval is drawn: the subject, which comes first, and its best rivals.
+
+    More would be a blur.
+    """
     versus = result["against"]
-    return {versus["agent"], *(one["name"] for one in versus["best_rival"].values())}
+    rivals = (one["name"] for one in versus["best_rival"].values())
+    return list(dict.fromkeys([versus["agent"], *rivals]))
 
 
 def _curve(
-    axes: Any, curve: Mapping[str, Any], label: str, shaded: set[str], scale: str = "linear"
+    axes: Any, curve: Mapping[str, Any], label: str, shaded: list[str], scale: str = "linear"
 ) -> None:
     for place, (name, line) in enumerate(curve["agents"].items()):
-        _line(axes, (place, name), curve["at"], line, name in shaded, "post")
+        _line(axes, (place, name), curve["at"], line, shaded, "post")
     axes.set(
         xlabel=label, ylabel="share of the best recorded gain", ylim=(-0.02, 1.04), xscale=scale
     )
 
 
-def _profile(axes: Any, levels: list[float], agents: Mapping[str, Any], shaded: set[str]) -> None:
+def _profile(axes: Any, levels: list[float], agents: Mapping[str, Any], shaded: list[str]) -> None:
     for place, (name, line) in enumerate(agents.items()):
-        _line(axes, (place, name), levels, line, name in shaded, "pre")
+        _line(axes, (place, name), levels, line, shaded, "pre")
     axes.set(
         xlabel="share of the model's best recorded gain",
         ylabel="share of runs with at least that",
@@ -116,14 +120,17 @@ def _line(
     agent: tuple[int, str],
     at: list[float],
     line: Mapping[str, Any],
-    shaded: bool,
+    shaded: list[str],
     step: str,
 ) -> None:
     place, name = agent
     colour, dash = f"C{place % COLOURS}", DASHES[place // COLOURS % len(DASHES)]
-    width = 2.2 if shaded else 1.2
-    axes.step(at, line["value"], color=colour, ls=dash, lw=width, label=name, where=step)
-    if shaded:
+    width, order = (2.2 if name in shaded else 1.2), 2
+    if name == shaded[0]:  # in black and above all others
+        colour, dash, order = "black", "-", 3
+    drawn: dict[str, Any] = {"color": colour, "ls": dash, "lw": width, "zorder": order}
+    axes.step(at, line["value"], label=name, where=step, **drawn)
+    if name in shaded:
         axes.fill_between(
             at, line["low"], line["high"], color=colour, alpha=0.15, linewidth=0, step=step
         )
