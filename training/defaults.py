@@ -46,6 +46,9 @@ class Choice:
 #: The policy for backends without one of their own.
 ANY = "any"
 
+#: Agents that did better than the policy that is released for a backend, in the README's figures.
+BETTER_THAN_PPO = {"cuda": "grace"}
+
 #: Released policy and table of backends whose own name they do not bear.
 RELEASED_AS = {"cuda": "h200"}
 
@@ -140,6 +143,11 @@ def choose_agent(session: Session, *, policy: str | None, agent: str | None) -> 
     if policy is not None and agent is not None:
         raise InputError(f"both policy {policy!r} and agent {agent!r} were given; give one")
     backend = session.config.backend
+    if policy is None and agent is None and backend in BETTER_THAN_PPO:
+        better = BETTER_THAN_PPO[backend]
+        table = load_table(find_table(released_name(backend)))
+        why = f"agent {better}, which did better than the released policy on the {backend} backend"
+        return Choice(better, better, why, Replay(table, session.config.gate))
     if agent is not None and agent not in TRAINED_BY_PPO:
         replay = None
         if agent in NEEDS_TABLE:

@@ -229,7 +229,9 @@ def tune(
         if out is not None:
             write_run(folder, _run_of(prepared, settings, policy, agent, seed))
         session.wake()
-        choice = choose_agent(session, policy=policy, agent=agent)
+        # Without a build there is only what is foreseen, and only a policy foresees.
+        asked = "ppo" if max_builds == 0 and policy is None and agent is None else agent
+        choice = choose_agent(session, policy=policy, agent=asked)
         say(choice.why)
         problem = make_problem(
             session, choice.agent, max_builds, seed, expression=expression, say=say

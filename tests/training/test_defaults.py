@@ -42,10 +42,19 @@ class Session:
 def test_a_backend_gets_the_policy_that_is_released_for_it(backend, name):
     assert released_name(backend) == name
     assert find_policy(name).is_file() and find_table(name).is_file()
-    choice = choose_agent(Session(backend), policy=None, agent=None)
+    choice = choose_agent(Session(backend), policy=None, agent="ppo")
     assert (choice.agent, choice.name) == ("ppo", name)
     assert choice.policy.replay.table.target.backend == backend
     assert find_policy(name).stat().st_size < 5 << 20
+
+
+def test_the_default_is_the_policy_where_nothing_did_better():
+    choice = choose_agent(Session("cpu"), policy=None, agent=None)
+    assert (choice.agent, choice.name, choice.replay) == ("ppo", "cpu", None)
+    choice = choose_agent(Session("cuda"), policy=None, agent=None)
+    assert choice.agent == "grace" and "did better than the released policy" in choice.why
+    assert choice.replay is not None and choice.policy is None
+    assert make_factory("grace", replay=choice.replay) is not None
 
 
 def test_a_policy_that_only_imitates_is_not_called_ppo(monkeypatch):
