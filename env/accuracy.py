@@ -251,4 +251,8 @@ def regate(outcome: Outcome, gate: Gate) -> Outcome:
     verdict = _verdict(outcome.losses, gate.metric, judged)
     if verdict.status is Status.OK and outcome.status is Status.OK:
         return outcome
+    said = verdict.reason.partition(" is ")[2]
+    if verdict.status is outcome.status and outcome.reason.startswith(f"{gate.metric} of "):
+        if outcome.reason.endswith(said):  # the same verdict, in words that name the output
+            return outcome
     return replace(outcome, status=verdict.status, reason=verdict.reason)

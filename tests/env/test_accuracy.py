@@ -194,6 +194,14 @@ def test_regating_equals_judging_anew(loss, first, second):
     assert bool(again.reason) == (after.status is Status.ACCURACY_FAILED)
 
 
+def test_regate_keeps_the_words_of_a_verdict_that_stands():
+    """A resumed run says what the first one said, the output's name included."""
+    reason = "rel_l2 of output 'y' is 0.02, the limit is 0.01"
+    made = Outcome(ROUTE, Status.ACCURACY_FAILED, reason, losses={"rel_l2": 0.02})
+    assert regate(made, Gate(limit=1e-2)) is made
+    assert "worst output" in regate(made, Gate(limit=1e-3)).reason
+
+
 def test_regate_leaves_other_statuses_and_refuses_missing_losses():
     crashed = Outcome(ROUTE, Status.CRASHED, "SIGSEGV")
     assert regate(crashed, Gate(limit=math.inf)) is crashed
