@@ -7,6 +7,7 @@ at random, and single changes of every new best. Knows no score.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -28,14 +29,20 @@ def first_candidates(problem: Problem, known: Iterable[Route] = ()) -> list[Rout
 
     Args:
         problem: The problem; where it names its candidates, they are all there is.
-        known: Routes of a table; those that the catalog lacks are left out.
+        known: Routes of a table, each as often as models know it. Those that the catalog lacks are
+            left out, and those that only few models know: they lie around what was fast there, and
+            are so many and so alike that they would crowd out the rest.
     """
     if problem.candidates is not None:
         return [r for r in dict.fromkeys(problem.candidates) if problem.may_ask(r)]
     catalog = problem.catalog
     found: dict[Route, None] = {}
-    for route in known:
-        if all(n in catalog and catalog[n].allows(v) for n, v in route.settings):
+    counts = Counter(known)
+    common = max(counts.values(), default=0) / 2
+    for route, count in counts.items():
+        if count >= common and all(
+            n in catalog and catalog[n].allows(v) for n, v in route.settings
+        ):
             found[catalog.route(route.values)] = None
     found.update(dict.fromkeys(catalog.neighbours(DEFAULT_ROUTE)))
     generator = random.Random(problem.seed)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from routepilot.agents import AGENTS, NEEDS_POLICY, NEEDS_TABLE, make_factory
 from routepilot.agents.base import AgentFactory, Problem, search
 from routepilot.agents.conformance import check_agent
+from routepilot.agents.pool import first_candidates
 from routepilot.agents.sweeps import MixedAgent, RandomAgent, mixed_second_phase, random_route
 from routepilot.agents.transfer import greedy_coreset
 from routepilot.env.backends.recorded import Replay
@@ -144,3 +145,11 @@ def test_an_agent_that_is_not_ours_is_named_by_module_and_factory() -> None:
         make_factory("no_such_module:Agent")
     with pytest.raises(InputError, match="cannot be loaded"):
         make_factory("routepilot.agents.sweeps:NoSuchAgent")
+
+
+def test_routes_that_few_models_know_do_not_crowd_a_live_catalog() -> None:
+    live = Problem(synthetic.CATALOG, None, None, 8, 0, 1e-2)
+    begun = first_candidates(live)
+    rare, common = [r for r in synthetic.routes()[1:] if r not in begun][:2]
+    assert first_candidates(live, [common] * 4 + [rare]) == [common, *begun]
+    assert first_candidates(live, [common, rare]) == [common, rare, *begun]
