@@ -7,7 +7,6 @@ and what a table says in sum. Compiles nothing; `training/liveness_sweep.py` fil
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from routepilot.env.drafts import whole_file
 from routepilot.env.errors import TableError
 from routepilot.env.liveness_pool import Found
 from routepilot.env.operator_rules import ruled_out
+from routepilot.env.tables import read_parquet
 
 #: Version of the format; a file of another version is refused.
 SCHEMA_VERSION = 1
@@ -171,27 +171,15 @@ def load_liveness(path: Path) -> LivenessTable:
     Raises:
         TableError: No such file, damaged, not a liveness table, or of another schema version.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if not os.path.isfile(path):
-        raise TableError(f"liveness table {str(path)!r} does not exist; give a .parquet file")
+    data, told = read_parquet(
+        path,
+        METADATA_KEY,
+        kind="liveness table",
+        again="sweep again",
+        made_by="`routepilot live --table`",
+    )
     try:
-        with pq.ParquetFile(path) as file:
-            data = file.read()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        words = " ".join(str(error).split())[:200]
-        raise TableError(
-            f"liveness table {str(path)!r} is damaged or not Parquet ({words}); sweep again"
-        ) from None
-    metadata = data.schema.metadata or {}
-    if METADATA_KEY not in metadata:
-        raise TableError(
-            f"{str(path)!r} is Parquet but no liveness table; give a file that `routepilot live"
-            " --table` wrote"
-        )
-    try:
-        description = json.loads(metadata[METADATA_KEY])
+        description = json.loads(told)
         if description["schema"] != SCHEMA_VERSION:
             raise TableError(
                 f"liveness table {str(path)!r} has schema {description['schema']} and this version"

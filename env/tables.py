@@ -95,28 +95,15 @@ def load_table(path: Path) -> RouteTable:
     Raises:
         TableError: No such file, damaged, not ours, or of another schema version.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if not os.path.isfile(path):
-        raise TableError(f"route table {str(path)!r} does not exist; give a .parquet file")
+    data, told = read_parquet(
+        path,
+        METADATA_KEY,
+        kind="route table",
+        again="fetch it again",
+        made_by="`routepilot collect` or `routepilot records export`",
+    )
     try:
-        # Not `read_table`, which imports the dataset module: 0.1 s of every start.
-        with pq.ParquetFile(path) as file:
-            data = file.read()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        words = " ".join(str(error).split())[:200]
-        raise TableError(
-            f"route table {str(path)!r} is damaged or not Parquet ({words}); fetch it again"
-        ) from None
-    metadata = data.schema.metadata or {}
-    if METADATA_KEY not in metadata:
-        raise TableError(
-            f"{str(path)!r} is Parquet but no route table; give a file that `routepilot collect`"
-            " or `routepilot records export` wrote"
-        )
-    try:
-        description = json.loads(metadata[METADATA_KEY])
+        description = json.loads(told)
         version = description["schema"]
         if version != SCHEMA_VERSION:
             raise TableError(
@@ -130,6 +117,43 @@ def load_table(path: Path) -> RouteTable:
         raise TableError(
             f"route table {str(path)!r} lacks something ({words}); fetch it again"
         ) from None
+
+
+def read_parquet(
+    path: Path, key: bytes, *, kind: str, again: str, made_by: str
+) -> tuple[Any, bytes]:
+    """A Parquet file of ours: its rows, a `pyarrow.Table`, and what its metadata holds under a key.
+
+    Args:
+        path: The file.
+        key: Metadata key that only files of this kind have.
+        kind: What it is called.
+        again: How to come by a sound one.
+        made_by: Which commands write it.
+
+    Raises:
+        TableError: No such file, damaged, or Parquet of another kind.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not os.path.isfile(path):
+        raise TableError(f"{kind} {str(path)!r} does not exist; give a .parquet file")
+    try:
+        # Not `read_table`, which imports the dataset module: 0.1 s of every start.
+        with pq.ParquetFile(path) as file:
+            data = file.read()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        words = " ".join(str(error).split())[:200]
+        raise TableError(
+            f"{kind} {str(path)!r} is damaged or not Parquet ({words}); {again}"
+        ) from None
+    metadata = data.schema.metadata or {}
+    if key not in metadata:
+        raise TableError(
+            f"{str(path)!r} is Parquet but no {kind}; give a file that {made_by} wrote"
+        )
+    return data, metadata[key]
 
 
 def merge_tables(tables: Sequence[RouteTable]) -> RouteTable:
