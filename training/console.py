@@ -208,6 +208,15 @@ def print_description(facts: Mapping[str, Any]) -> None:
             for m in facts["models"]
         ],
     )
+    single, carried = facts["best_single"], facts["carried_over"]
+    pairs = max(carried["pairs"], 1)
+    out.print(
+        f"trained models alone {facts['trained_speedup']:.2f}x; one route for all,"
+        f" {single['route']}: {single['speedup']:.2f}x; the best route of one model is slower than the default on"
+        f" another in {100 * carried['slower'] / pairs:.0f} %, and not accurate enough or fails in"
+        f" {100 * carried['refused'] / pairs:.0f} %, of {carried['pairs']} pairs",
+        markup=False,
+    )
     print_table("outcomes", ("status", "builds"), list(facts["statuses"].items()))
     print_table("commonest reasons", ("reason", "builds"), list(facts["reasons"].items()))
     controls = facts["controls"]
