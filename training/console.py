@@ -212,7 +212,8 @@ def print_description(facts: Mapping[str, Any]) -> None:
     pairs = max(carried["pairs"], 1)
     out.print(
         f"trained models alone {facts['trained_speedup']:.2f}x; one route for all,"
-        f" {single['route']}: {single['speedup']:.2f}x; the best route of one model is slower than the default on"
+        f" {single['route']}: {single['speedup']:.2f}x; the best route of one model is slower than"
+        " the default on"
         f" another in {100 * carried['slower'] / pairs:.0f} %, and not accurate enough or fails in"
         f" {100 * carried['refused'] / pairs:.0f} %, of {carried['pairs']} pairs",
         markup=False,
