@@ -46,16 +46,21 @@ bench: $(VENV)/.dev
 	$(BIN)/routepilot zoo export -o runs/zoo --names silero_vad,bert,tcn
 	$(BIN)/python -m routepilot.training.aa_study --repeats 100 --models runs/zoo/*
 
-# Every figure of the README: one family at a time on both tables, and across compilers.
+# Every figure of the README's evidence, about an hour on two cores: the test families on both
+# tables, the rivals with one family left out at a time, and across compilers.
+JUDGED := --split test --training-seeds 3 --seeds 3 --workers 2 \
+	--agents $(RIVALS),bc,ppo,ppo-no-stop
 evidence: $(VENV)/.dev
+	$(BIN)/routepilot records describe cpu
+	$(BIN)/routepilot records describe h200
 	$(BIN)/routepilot leakage --table cpu
 	$(BIN)/routepilot leakage --table h200
-	$(BIN)/routepilot evaluate --table cpu --out runs/evidence/cpu --workers 2 --seeds 2 \
-		--agents $(RIVALS),bc,ppo,ppo-no-stop
-	$(BIN)/routepilot evaluate --table h200 --out runs/evidence/h200 --workers 2 --seeds 2 \
-		--agents $(RIVALS),bc,ppo,ppo-no-stop
+	$(BIN)/routepilot evaluate --table cpu --out runs/evidence/cpu $(JUDGED)
+	$(BIN)/routepilot evaluate --table h200 --out runs/evidence/h200 $(JUDGED)
+	$(BIN)/routepilot evaluate --table h200 --out runs/evidence/h200-rivals --seeds 1 \
+		--agents knn,coreset,grace,greedy --workers 2
 	$(BIN)/routepilot evaluate --table h200 --policy cpu --out runs/evidence/across --seeds 2 \
-		--agents random,fast,tpe,gp,ppo
+		--agents random,fast,tpe,gp,ppo --workers 2
 
 zoo: $(VENV)/.zoo
 	$(BIN)/routepilot zoo check
