@@ -46,7 +46,7 @@ bench: $(VENV)/.dev
 	$(BIN)/routepilot zoo export -o runs/zoo --names silero_vad,bert,tcn
 	$(BIN)/python -m routepilot.training.aa_study --repeats 100 --models runs/zoo/*
 
-# Every figure of the README's evidence, about an hour on two cores: the test families on both
+# Every figure of the README's evidence, in half an hour or more: the test families on both
 # tables, the rivals with one family left out at a time, and across compilers.
 JUDGED := --split test --training-seeds 3 --seeds 3 --workers 2 \
 	--agents $(RIVALS),bc,ppo,ppo-no-stop
