@@ -1,18 +1,20 @@
 """Features: what an agent may know of a model before the first build.
 
-Owns a fixed-length vector read off the ONNX graph and its weights. Runs nothing and knows no route.
+Owns a fixed-length vector: most of it is read off the ONNX graph and its weights, the last part is
+what rounding does to the outputs (`probes.py`). Knows no route.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from routepilot.env import probes
 from routepilot.env.graph_work import KINDS, Facts
 from routepilot.env.graph_work import count as count
 from routepilot.env.models import Model
@@ -116,7 +118,11 @@ FEATURE_NAMES: tuple[str, ...] = (
     *(f"weights_{kind}" for kind in KINDS if kind not in ("matmul_dynamic",)),
     *(f"nodes_{group}" for group in GROUPS),
     *(name for name, _ in _SCALARS),
+    *(f"probe_{name}" for name in probes.NAMES),
 )
+
+#: Where the probes stand in the vector.
+PROBES = slice(len(FEATURE_NAMES) - len(probes.NAMES), len(FEATURE_NAMES))
 
 
 def describe() -> list[tuple[str, str]]:
@@ -127,27 +133,34 @@ def describe() -> list[tuple[str, str]]:
         f"nodes_{group}": f"share of operators: {text}" for group, (text, _) in GROUPS.items()
     }
     texts |= dict(_SCALARS)
+    texts |= {
+        f"probe_{name}": f"log10 relative L2 error of the worst output, {text}"
+        for name, text, _ in probes.PROBES
+    }
     return [(name, texts[name]) for name in FEATURE_NAMES]
 
 
 def model_features(model: Model) -> tuple[float, ...]:
     """The feature vector of a prepared model, in the order of `FEATURE_NAMES`.
 
-    Every value is finite; shares are in [0, 1], logarithms about -4 to 10.
+    Every value is finite; shares are in [0, 1], logarithms about -6 to 10. The first call runs the
+    model's probes, which are then kept in its folder.
     """
     import onnx
 
-    return _features(onnx.load(str(model.path)).graph)  # shapes were inferred when it was prepared
+    graph = onnx.load(str(model.path)).graph  # shapes were inferred when it was prepared
+    return _features(graph, probes.probes_of(model.folder))
 
 
 def graph_features(proto: onnx.ModelProto) -> tuple[float, ...]:
-    """The feature vector of a graph whose shapes are not inferred yet."""
-    return _features(infer_shapes(proto).graph)
+    """The feature vector of a graph alone: shapes not inferred yet, and probes not made."""
+    return _features(infer_shapes(proto).graph, dict.fromkeys(probes.NAMES, probes.UNKNOWN))
 
 
-def _features(graph: onnx.GraphProto) -> tuple[float, ...]:
+def _features(graph: onnx.GraphProto, tried: Mapping[str, float]) -> tuple[float, ...]:
     facts = count(graph)
     values = {**_shares(facts), **_sizes(graph, facts), **_weights(facts)}
+    values |= {f"probe_{name}": value for name, value in tried.items()}
     return tuple(float(values[name]) for name in FEATURE_NAMES)
 
 

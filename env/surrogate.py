@@ -7,7 +7,8 @@ passing the gate is known at any limit.
 The covariance of two (model, route) pairs is a product: how alike the models are, times how alike
 the routes are. Models are alike by a constant they all share, by their features, and by being the
 same (the multi-task kernel of Bonilla et al., NIPS 2007); routes by the knobs in which they
-differ. Nothing in it needs a route, a knob or a catalog to be in the table: knobs of another
+differ. The loss of a route is moreover near to linear in what rounding alone did to the model
+(`probes.py`), with slopes that routes share as they are alike. Nothing in it needs a route, a knob or a catalog to be in the table: knobs of another
 compiler join those of the table (`joint`).
 """
 
@@ -25,6 +26,7 @@ from scipy.special import ndtr
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.base import Target
 from routepilot.env.backends.recorded import LOST, ModelReplay, Replay, noise_of
+from routepilot.env.features import PROBES
 from routepilot.env.outcomes import Outcome
 from routepilot.env.precedents import Precedents, PrecedentTable
 from routepilot.env.records import RouteTable
@@ -67,6 +69,8 @@ class Kernel:
         width: Length scale of features, in root-mean-square standard deviations.
         strong: Decay of likeness for each differing knob marked as strong.
         weak: Decay for each other differing knob.
+        probes: Variance of the loss that is linear in the probes.
+        beside: Share of the other variances that the loss keeps beside it.
     """
 
     shared: float = 0.3
@@ -75,6 +79,8 @@ class Kernel:
     width: float = 0.5
     strong: float = 1.0
     weak: float = 0.12
+    probes: float = 2.0
+    beside: float = 0.05
 
 
 def joint(ours: Catalog, other: Catalog) -> Catalog:
@@ -376,6 +382,7 @@ class Surrogate:
             [np.array([log_loss(x) for x in m.loss]) for m in self.models],
             [np.full(len(m.routes), LOSS_NOISE) for m in self.models],
             (scales or Scales()).loss,
+            probed=True,
         )
 
     @property
@@ -410,10 +417,14 @@ class Surrogate:
         alike = self._feature_likeness(features)
         likeness = self.kernel.shared + self.kernel.alike * alike
         own = self.kernel.shared + self.kernel.alike + self.kernel.own
-        prior = own * route_likeness(scale, codes, codes, self.kernel)
+        prior = route_likeness(scale, codes, codes, self.kernel)
         cross = route_likeness(scale, known, codes, self.kernel)
-        speed = self._speed.posterior(likeness, cross, prior)
-        loss = self._loss.posterior(likeness, cross, prior)
+        speed = self._speed.posterior(likeness, cross, own * prior)
+        if self.models:
+            moved, itself = self._moved_alike(features)
+            likeness = self.kernel.beside * likeness + moved
+            own = self.kernel.beside * own + itself
+        loss = self._loss.posterior(likeness, cross, own * prior)
         seconds = self._seconds
         mean_seconds = float(np.mean(list(seconds.values()))) if seconds else 1.0
         return Belief(
@@ -464,8 +475,21 @@ class Surrogate:
             return np.zeros(len(self.models))
         return self._feature_kernel(self._standard(np.array([features], dtype=float))[0])
 
+    def _moved_alike(self, features: Sequence[float] | None) -> tuple[Floats, float]:
+        """Covariance by probes of a new model with each training model, and with itself."""
+        if features is None:  # as far from the mean as training models are
+            return np.zeros(len(self.models)), self.kernel.probes
+        one = self._standard(np.array([features], dtype=float))[0, PROBES]
+        scale = self.kernel.probes / max(len(one), 1)
+        return scale * self._features[:, PROBES] @ one, scale * float(one @ one)
+
     def _condition(
-        self, values: list[Floats], noises: list[Floats], empty: tuple[float, float]
+        self,
+        values: list[Floats],
+        noises: list[Floats],
+        empty: tuple[float, float],
+        *,
+        probed: bool = False,
     ) -> _Conditioned:
         kernel = self.kernel
         told = [self._told[places] for places in self._places]
@@ -486,6 +510,10 @@ class Surrogate:
             [self._feature_kernel(f) for f in self._features]
         ).reshape(len(sizes), len(sizes))
         between += kernel.own * np.eye(len(sizes))
+        if probed:
+            moved = self._features[:, PROBES]
+            between *= kernel.beside
+            between += kernel.probes / max(moved.shape[1], 1) * (moved @ moved.T)
         cov = between[np.ix_(owner, owner)]
         cov *= self._routes_alike[np.ix_(place, place)]
         noise = np.concatenate([n[k] for n, k in zip(noises, kept, strict=True)]) / scale

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from routepilot.env.backends.base import Target
-from routepilot.env.features import FEATURE_NAMES
+from routepilot.env.features import FEATURE_NAMES, PROBES
 from routepilot.env.outcomes import Measurement, Outcome, Status
 from routepilot.env.records import ModelCard, RouteTable
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Knob, Requirement, Route, combine
@@ -26,6 +26,10 @@ CATALOG = Catalog(
 )
 
 TARGET = Target("synthetic", "no device", {"compiler": "1"}, CATALOG.key, {"threads": "1"})
+
+
+#: Loss of the half precision, and of integers by kind, even and odd.
+HALF_LOSS, INT_LOSSES = 2e-3, (5e-2, 4e-3)
 
 
 def routes() -> list[Route]:
@@ -53,7 +57,7 @@ def outcome(route: Route, kind: int, rng: np.random.Generator) -> Outcome:
     gain += 0.5 * (values["-precision"] == "int") * (1 if kind % 2 else 0.2)
     gain += 0.1 * (values["-precision"] == "half") - 0.1 * (values["-level"] != "2")
     gain += rng.normal(0, 0.01)
-    loss = {"full": 1e-6, "half": 2e-3, "int": 4e-3 if kind % 2 else 5e-2}[values["-precision"]]
+    loss = {"full": 1e-6, "half": HALF_LOSS, "int": INT_LOSSES[kind % 2]}[values["-precision"]]
     return Outcome(
         route,
         Status.OK,
@@ -72,6 +76,8 @@ def table(models: int = 8) -> RouteTable:
     for kind in range(models):
         features = rng.normal(0, 0.2, len(FEATURE_NAMES))
         features[:8] += kind % 2
+        probes = np.log10([HALF_LOSS, HALF_LOSS / 8, *[INT_LOSSES[kind % 2]] * 3])
+        features[PROBES] = probes + features[PROBES] / 4  # probes foresee the loss, nearly
         fingerprint = f"{kind:064x}"
         family = f"family{kind // 2}"
         trained = kind % 3 > 0

@@ -37,7 +37,7 @@ MAY_BE_ZERO = frozenset(
         "blind",
         "patience",
     }
-    | {"shared", "alike", "own", "strong", "weak", "learning_rate", "trace"}
+    | {"shared", "alike", "own", "strong", "weak", "probes", "beside", "learning_rate", "trace"}
 )
 
 #: Settings that are shares: 1 at most.

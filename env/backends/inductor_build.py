@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from routepilot.env.backends.inductor_linker import sound_compiler
+
 #: Names in the build's folder.
 PACKAGE, REQUEST, RESULT, CACHE = "package.pt2", "request.json", "result.json", "cache"
 
@@ -67,6 +69,9 @@ def build(folder: Path) -> dict[str, Any]:
     """
     request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
     import torch
+
+    if sys.platform == "linux":  # before the settings are read, which take the name from here
+        os.environ["CXX"] = sound_compiler(os.environ.get("CXX", "g++"), folder)
     import torch._inductor.config as config
 
     from routepilot.env.backends import inductor_catalog as knobs

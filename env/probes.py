@@ -1,0 +1,181 @@
+"""Probes: how far rounding moves a model's outputs, tried before any build.
+
+Owns the probes, the child that makes them and their file in a model's folder. A probe runs the
+model once or twice on ONNX Runtime, on graphs that are rounded as a compiler's precision would
+round them (`rounding.py`), and holds the outputs against the reference. That takes about as long as
+building and running the default engine, once for each model, and says of a route's accuracy what no
+shape or weight can (docs/experiments.md). Knows no route and no backend.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from routepilot.env.accuracy import losses
+from routepilot.env.child import die_with_parent
+from routepilot.env.drafts import whole_file
+from routepilot.env.inputs import read_npz
+from routepilot.env.interpreter import module_command
+from routepilot.env.rounding import CONVOLUTIONS, PRODUCTS, in_16_bits, in_int8
+
+if TYPE_CHECKING:
+    import onnx
+
+Rounding = Callable[["onnx.ModelProto"], "onnx.ModelProto"]
+
+#: What is tried: name, what is rounded, and how.
+PROBES: tuple[tuple[str, str, Rounding], ...] = (
+    ("bf16", "every weight and activation in bf16", lambda m: in_16_bits(m, brain=True)),
+    ("fp16", "every weight and activation in fp16", lambda m: in_16_bits(m, brain=False)),
+    (
+        "int8_conv",
+        "weights and inputs of convolutions in int8",
+        lambda m: in_int8(m, CONVOLUTIONS, activations=True),
+    ),
+    (
+        "int8_matmul",
+        "weights and inputs of matrix products and recurrences in int8",
+        lambda m: in_int8(m, PRODUCTS, activations=True),
+    ),
+    (
+        "int8_weights",
+        "weights alone in int8",
+        lambda m: in_int8(m, CONVOLUTIONS | PRODUCTS, activations=False),
+    ),
+)
+
+NAMES: tuple[str, ...] = tuple(name for name, _, _ in PROBES)
+
+#: File in a model's folder.
+FILE = "probes.json"
+
+#: Input sets that a probe runs.
+SETS = 2
+
+#: Log10 errors beyond these are told apart no further.
+SMALLEST, LARGEST = -6.0, 0.5
+
+#: Log10 error that stands for a probe that was not made: the model is too large or slow, or its
+#: rounded graph does not run.
+UNKNOWN = -2.0
+
+#: Largest model file that is probed, bytes: three copies of it are in memory.
+MOST_BYTES = 1 << 30
+
+#: Seconds after which no further probe of a model is begun, and after which the child is ended.
+PATIENCE, DEADLINE = 30.0, 120.0
+
+
+def probes_of(folder: Path) -> Mapping[str, float]:
+    """The probes of a prepared model, made at the first call and kept in its folder.
+
+    Args:
+        folder: The model's folder.
+
+    Returns:
+        Log10 of the relative L2 error of the worst output, by probe; `UNKNOWN` where it was not
+        made.
+    """
+    found = _read(folder / FILE)
+    if found is None:
+        found = _made_in_child(folder)
+        try:
+            with whole_file(folder / FILE) as draft:
+                draft.write_text(json.dumps(found), encoding="utf-8")
+        except OSError:
+            pass  # a folder that cannot be written costs the probes once more, next time
+    return {name: found.get(name, UNKNOWN) for name in NAMES}
+
+
+def _read(path: Path) -> dict[str, float] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    sound = isinstance(found, dict) and all(
+        isinstance(v, int | float) and SMALLEST <= v <= LARGEST for v in found.values()
+    )
+    return found if sound else None
+
+
+def _made_in_child(folder: Path) -> dict[str, float]:
+    """A process of its own runs the model: an operator that ends it costs the probes alone."""
+    try:
+        done = subprocess.run(
+            [*module_command("routepilot.env.probes"), str(folder), str(os.getpid())],
+            capture_output=True,
+            timeout=DEADLINE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        lines = done.stdout.decode(errors="replace").splitlines()
+    except subprocess.TimeoutExpired as late:
+        lines = (late.stdout or b"").decode(errors="replace").splitlines()
+    found = {}
+    for line in lines:
+        name, _, value = line.partition(" ")
+        if name in NAMES:
+            found[name] = float(value)
+    return found
+
+
+def measure(folder: Path, hear: Callable[[str, float], None]) -> None:
+    """Make the probes of a prepared model in this process.
+
+    Args:
+        folder: The model's folder.
+        hear: Hears each probe that could be made, as log10 of its error.
+    """
+    import onnx
+    import onnxruntime
+
+    path = folder / "model.onnx"
+    if sum(file.stat().st_size for file in folder.glob("model.onnx*")) > MOST_BYTES:
+        return
+    onnxruntime.set_default_logger_severity(4)
+    model, start = onnx.load(str(path)), time.monotonic()
+    sets = sorted(folder.glob("selection_*.npz"))[:SETS]
+    inputs = [read_npz(one) for one in sets]
+    wanted = [read_npz(folder / f"reference_{one.name}") for one in sets]
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    for name, _, rounded in PROBES:
+        if time.monotonic() - start > PATIENCE:
+            return
+        try:
+            session = onnxruntime.InferenceSession(
+                rounded(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+            outputs = [output.name for output in session.get_outputs()]
+            found = [dict(zip(outputs, session.run(outputs, one), strict=True)) for one in inputs]
+        except Exception:  # ONNX Runtime and onnx raise whatever they like; nothing is known then
+            continue
+        hear(name, _worst(found, wanted))
+
+
+def _worst(
+    found: list[dict[str, np.ndarray]], wanted: list[Mapping[str, np.ndarray]]
+) -> float:
+    """Log10 of the largest relative L2 error over outputs and sets, within what is told apart."""
+    worst = 10.0**SMALLEST
+    for given, reference in zip(found, wanted, strict=True):
+        for name, right in reference.items():
+            if given[name].shape != right.shape:
+                return LARGEST
+            error = losses(given[name], right, 0.0, 0.0)["rel_l2"]
+            worst = max(worst, error if math.isfinite(error) else 10.0**LARGEST)
+    return min(math.log10(worst), LARGEST)
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
+    measure(Path(sys.argv[1]), lambda name, value: print(name, value, flush=True))

@@ -1,0 +1,168 @@
+"""Graphs whose numbers are rounded as a compiler's precision would round them.
+
+Owns the rewriting: ONNX graph in, ONNX graph out, which still computes in float32 but lets through
+only what bf16, fp16 or int8 can hold. Runs nothing; `probes.py` does. Branches and loops keep their
+inner graphs as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import onnx
+
+CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
+PRODUCTS = frozenset({"MatMul", "Gemm", "LSTM", "GRU", "RNN"})
+_RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+
+#: Operators whose results are no activations.
+_NOT_ROUNDED = frozenset({"Constant", "ConstantOfShape", "Cast", "Shape", "If", "Loop", "Scan"})
+
+#: Axis of the output channels of a weight; the others have a scale for the whole tensor.
+_CHANNELS = {"Conv": 0, "ConvTranspose": 1, "MatMul": -1, "Gemm": -1}
+
+Array = NDArray[np.float32]
+
+
+def to_bf16(values: Array) -> Array:
+    """Round to the nearest bf16, ties to even; what is not finite stays."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    up = ((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF)
+    rounded = ((bits + up) & np.uint32(0xFFFF0000)).view(np.float32)
+    return np.where(np.isfinite(values), rounded, values).reshape(np.shape(values))
+
+
+def to_fp16(values: Array) -> Array:
+    """Round to the nearest fp16; what is too large becomes the largest."""
+    largest = float(np.finfo(np.float16).max)
+    return np.clip(values, -largest, largest).astype(np.float16).astype(np.float32)
+
+
+def to_int8(values: Array, axis: int | None) -> Array:
+    """Round to symmetric int8, with a scale for each index of an axis, or one for all."""
+    other = None if axis is None else tuple(i for i in range(values.ndim) if i != axis)
+    largest = np.abs(values).max(axis=other, keepdims=True)
+    scale = np.where(largest == 0, 1.0, largest / 127.0)
+    return (np.clip(np.round(values / scale), -127, 127) * scale).astype(np.float32)
+
+
+def in_16_bits(model: onnx.ModelProto, *, brain: bool) -> onnx.ModelProto:
+    """Every weight and every activation in bf16 (`brain`) or fp16.
+
+    Args:
+        model: A graph with inferred shapes, so that the type of each value is known.
+        brain: bf16 rather than fp16.
+    """
+    from onnx import TensorProto, helper
+
+    rounded, found = _copy(model), []
+    kinds = _kinds(model)
+    wanted = TensorProto.BFLOAT16 if brain else TensorProto.FLOAT16
+    _change_weights(rounded, None, lambda array, _: (to_bf16 if brain else to_fp16)(array))
+    for node in rounded.graph.node:
+        found.append(node)
+        for place, name in enumerate(node.output):
+            if node.op_type in _NOT_ROUNDED or kinds.get(name) != TensorProto.FLOAT:
+                continue
+            node.output[place] = f"{name}::exact"
+            found.append(helper.make_node("Cast", [f"{name}::exact"], [f"{name}::16"], to=wanted))
+            found.append(helper.make_node("Cast", [f"{name}::16"], [name], to=TensorProto.FLOAT))
+    return _with_nodes(rounded, found)
+
+
+def in_int8(
+    model: onnx.ModelProto, operators: Collection[str], *, activations: bool
+) -> onnx.ModelProto:
+    """The weights of some operators in int8 by channel, and what goes into them by tensor.
+
+    Args:
+        model: The graph.
+        operators: Types of operators.
+        activations: Round what goes into them too, each tensor by its own range.
+    """
+    from onnx import helper
+
+    rounded, found = _copy(model), []
+    _change_weights(rounded, operators, lambda array, axis: to_int8(array, axis))
+    constant = _constants(rounded)
+    for node in rounded.graph.node:
+        if activations and node.op_type in operators:
+            places = (0,) if node.op_type in _RECURRENT else (0, 1)
+            for place in places:
+                name = node.input[place]
+                if not name or name in constant:
+                    continue
+                codes = [f"{node.output[0]}::{place}::{part}" for part in ("q", "scale", "zero")]
+                found.append(helper.make_node("DynamicQuantizeLinear", [name], codes))
+                found.append(helper.make_node("DequantizeLinear", codes, [f"{codes[0]}::x"]))
+                node.input[place] = f"{codes[0]}::x"
+        found.append(node)
+    return _with_nodes(rounded, found)
+
+
+def _copy(model: onnx.ModelProto) -> onnx.ModelProto:
+    import onnx
+
+    found = onnx.ModelProto()
+    found.CopyFrom(model)
+    return found
+
+
+def _with_nodes(model: onnx.ModelProto, nodes: list[onnx.NodeProto]) -> onnx.ModelProto:
+    import onnx
+
+    kept = []
+    for node in nodes:  # clearing the graph would empty those it owns
+        mine = onnx.NodeProto()
+        mine.CopyFrom(node)
+        kept.append(mine)
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    return model
+
+
+def _kinds(model: onnx.ModelProto) -> dict[str, int]:
+    """Element type of each value that the graph names."""
+    graph = model.graph
+    values = [*graph.value_info, *graph.input, *graph.output]
+    return {value.name: value.type.tensor_type.elem_type for value in values}
+
+
+def _constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
+    """Tensors that are fixed: initializers and constant nodes."""
+    found = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "Constant":
+            found.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
+    return found
+
+
+def _change_weights(
+    model: onnx.ModelProto,
+    operators: Collection[str] | None,
+    change: Callable[[Array, int | None], Array],
+) -> None:
+    """Change float32 tensors in place: all, or the weights of some operators, each once."""
+    from onnx import TensorProto, numpy_helper
+
+    constant = _constants(model)
+    axes: dict[str, int | None] = dict.fromkeys(constant) if operators is None else {}
+    for node in model.graph.node:
+        if operators is not None and node.op_type in operators:
+            for name in node.input[1 : 3 if node.op_type in _RECURRENT else 2]:
+                if name in constant:
+                    axes.setdefault(name, _CHANNELS.get(node.op_type))
+    for name, axis in axes.items():
+        tensor = constant[name]
+        if tensor.data_type != TensorProto.FLOAT:
+            continue
+        array = numpy_helper.to_array(tensor)
+        if array.size == 0 or (operators is not None and array.ndim < 2):
+            continue
+        axis = None if axis is None else axis % array.ndim
+        tensor.CopyFrom(numpy_helper.from_array(change(array, axis), tensor.name))
