@@ -345,26 +345,14 @@ def knobs(
     from routepilot.env.backends import load_backend
     from routepilot.training import console
     from routepilot.training.inputs import backend_options
+    from routepilot.training.knob_list import knob_rows, remarks
 
-    catalog = load_backend(backend, backend_options(option, threads)).catalog()
-    rows = [
-        {
-            "name": k.name,
-            "values": list(k.values),
-            "default": k.default,
-            "help": k.help,
-            "marks": list(k.marks),
-        }
-        for k in catalog.knobs
-    ]
+    compiler = load_backend(backend, backend_options(option, threads))
+    rows = knob_rows(compiler)
     if json:
         console.print_json(rows)
         return
-    console.print_table(
-        f"{catalog.name} {catalog.version}: {len(rows)} knobs",
-        ("knob", "values", "default", "what it does"),
-        [(k.name, "|".join(k.values), k.default, k.help) for k in catalog.knobs],
-    )
+    console.print_knobs(compiler.catalog(), rows, remarks(compiler))
 
 
 @app.command()

@@ -22,6 +22,7 @@ from rich.table import Table
 from routepilot.env.outcomes import Outcome, Status
 
 if TYPE_CHECKING:
+    from routepilot.env.routes import Catalog
     from routepilot.training.compare import AgentResult
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
@@ -229,6 +230,54 @@ def print_description(facts: Mapping[str, Any]) -> None:
     )
 
 
+def print_knobs(
+    catalog: Catalog, rows: Sequence[Mapping[str, Any]], remarks: Sequence[str]
+) -> None:
+    """A catalog as a table; where it is known, on how many models of the corpus a knob acts."""
+    known = any("corpus_live" in row for row in rows)
+    columns = ("knob", "values", "default", "what it does", *(["acts on"] if known else []))
+    print_table(
+        f"{catalog.name} {catalog.version}: {len(rows)} knobs",
+        columns,
+        [
+            (row["name"], "|".join(row["values"]), row["default"], row["help"], _acts_on(row))[
+                : len(columns)
+            ]
+            for row in rows
+        ],
+    )
+    for line in remarks:
+        out.print(line, markup=False, soft_wrap=True)
+
+
+def _acts_on(row: Mapping[str, Any]) -> str:
+    live, models = row.get("corpus_live"), row.get("corpus_models")
+    return "" if live is None else f"{live} of {models}"
+
+
+def print_live(name: str, data: Mapping[str, Any]) -> None:
+    """What single changes do to one model: those that act, and those that fail with the reason."""
+    corpus = data.get("corpus_live", {})
+    live = [
+        (change, f"on {corpus[change]} of {data['corpus_models']} models" if corpus else "")
+        for change in data["live"]
+    ]
+    print_table(
+        f"{name}: {len(live)} of {len(data['changes'])} changes are live,"
+        f" {data['distinct_engines']} distinct engines; {data['compiler']}, {data['target']},"
+        f" {data['seconds']:.0f} s",
+        ("change of the engine by", *(["its knob is live in the corpus"] if corpus else [])),
+        [row[: 1 + bool(corpus)] for row in live],
+    )
+    if data["failed"]:
+        print_table(
+            f"{len(data['failed'])} changes fail",
+            ("change", "the compiler says"),
+            [(change, data["messages"][change]) for change in data["failed"]],
+        )
+    out.print(f"{len(data['identical'])} changes leave the engine as it is", markup=False)
+
+
 def print_liveness(facts: Mapping[str, Any]) -> None:
     """What a liveness table holds: live knobs by model, failures, agreements."""
     total = facts["outcomes"]
@@ -271,6 +320,17 @@ def print_liveness(facts: Mapping[str, Any]) -> None:
             f" {pair['models']} models; most apart:"
             f" {', '.join(f'{c} ({n})' for c, n in list(pair['changes'].items())[:6]) or 'none'}",
             markup=False,
+        )
+    foretold = facts["foretold"]
+    if foretold["models"]:
+        out.print(
+            f"of the {foretold['live']:.0f} changes that act on a model, on average, the first"
+            f" {foretold['first']} in the order of their chances hold"
+            f" {100 * foretold['by_chance']:.0f} % where its family was left out, the first"
+            f" {foretold['first']} of trtexec's order {100 * foretold['by_catalog']:.0f} %"
+            f" ({foretold['models']} models)",
+            markup=False,
+            soft_wrap=True,
         )
     rule = facts["operator_rule"]
     acted = rule["changed_though_ruled_out"]

@@ -27,6 +27,7 @@ from routepilot.env.backends.tensorrt_catalog import (
     is_build_route_knob,
     make_catalog,
     shipped_routes_json,
+    unsafe_knobs,
 )
 from routepilot.env.backends.tensorrt_compiler import (
     LEVERS,
@@ -162,33 +163,40 @@ class TensorRtBackend:
         return self._compilers[cache]
 
     @cached_property
-    def _catalog(self) -> Catalog:
-        version = str(self._trt.__version__)
-        unsafe = self.options.unsafe
-        fp8 = self.options.quantizer is Quantizer.MODELOPT
+    def _routes(self) -> str:
+        """JSON of the build routes: this machine's, or the shipped list where there is no other."""
         if self.name == "tensorrt_rtx":
-            return make_catalog(
-                self.name,
-                version,
-                shipped_routes_json(),
-                levers=RTX_LEVERS,
-                unsafe=unsafe,
-                fp8=fp8,
-            )
-        levers = set(LEVERS)
-        if self.options.optimization_level >= 0:
-            levers.remove(LEVEL)
+            return shipped_routes_json()
+        version = str(self._trt.__version__)
         routes = self._compiler(None).all_build_routes()
         if not routes.strip() and self.options.channel is Channel.LUNOWUD:
             # No list on this machine (before 11.1, or Windows): the shipped one stands in, and the
             # compiler refuses what it does not know.
-            routes = shipped_routes_json()
+            return shipped_routes_json()
         if not routes.strip() and version_numbers(version) >= (11, 1):
             raise InputError(
                 f"TensorRT {version} lists no build routes here (Windows builds have no Global"
                 " Performance Tuner); use Linux, or channel=lunowud (experimental)"
             )
-        return make_catalog(self.name, version, routes, levers=levers, unsafe=unsafe, fp8=fp8)
+        return routes
+
+    @cached_property
+    def _catalog(self) -> Catalog:
+        levers = set(RTX_LEVERS if self.name == "tensorrt_rtx" else LEVERS)
+        if self.options.optimization_level >= 0:
+            levers.discard(LEVEL)
+        return make_catalog(
+            self.name,
+            str(self._trt.__version__),
+            self._routes,
+            levers=levers,
+            unsafe=self.options.unsafe,
+            fp8=self.options.quantizer is Quantizer.MODELOPT,
+        )
+
+    def left_out(self) -> dict[str, str]:
+        """Knobs that can break the mathematics, and how; see `base.LeavesOut`."""
+        return {} if self.options.unsafe else unsafe_knobs(self._routes)
 
     def catalog(self) -> Catalog:
         """The knobs; see `base.Backend`."""
@@ -206,7 +214,8 @@ class TensorRtBackend:
         if self.name == "tensorrt":
             return narrow(self.catalog(), model, None, hint=recalled(model))
         capability = self.capability or (self._gpu.capability if self._gpu else "")
-        return narrow(self.catalog(), model, recalled(model, compute_capability=capability))
+        swept = recalled(model, compute_capability=capability)
+        return narrow(self.catalog(), model, swept, own=True)
 
     def target(self) -> Target:
         """GPU, versions and settings; see `base.Backend`."""

@@ -297,10 +297,25 @@ class Compiler:
             return self._failure(printed, monitor)
         timings = self._save_timing_cache(config)
         data = bytes(serialized)
-        said = any(ROUTE_IN_USE in text for _, text in self._ear.lines)
-        silent = bool(build_route) and not said
-        warnings = ("no log line says that the build route is in use",) if silent else ()
+        warnings = self._doubts(build_route)
         return Plan(data, hashlib.sha256(data).hexdigest(), warnings, timings)
+
+    def _doubts(self, route: str) -> tuple[str, ...]:
+        """What the log leaves to doubt of a route's being in use."""
+        if not route:
+            return ()
+        said = [
+            text.partition(ROUTE_IN_USE)[2] for _, text in self._ear.lines if ROUTE_IN_USE in text
+        ]
+        if not said:
+            return ("no log line says that the build route is in use",)
+        used = said[-1].lstrip(": ").split()
+        missing = [token for token in route.split() if token not in used]
+        if missing:
+            return (
+                f"the log says that another build route is in use, without {' '.join(missing)}",
+            )
+        return ()
 
     def read_back(self, *routes: str) -> str:
         """What `build_route` reads after routes were set, in turn, on a fresh configuration."""
