@@ -452,7 +452,7 @@ class FakeGpu:
 
     def __init__(self, index: int = 0) -> None:
         self._memory: dict[int, Any] = {}
-        self.locked = 0
+        self.locked = self.depth = 0
 
     def stream(self) -> int:
         return 7
@@ -477,10 +477,18 @@ class FakeGpu:
     @contextmanager
     def lock(self) -> Iterator[None]:
         self.locked += 1
-        yield
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
 
     def condition(self) -> dict[str, Any]:
         return {}
+
+
+#: Noted by the fake timer when the lock was held around its own holding: by a whole measurement.
+WHOLE = "the GPU was held for the whole measurement"
 
 
 class FakeTimer:
@@ -488,8 +496,12 @@ class FakeTimer:
 
     def __init__(self, gpu: Any, launches: Any, stream: int, **_: Any) -> None:
         self._launches, self._stream, self.notes = list(launches), stream, ["a fake timer"]
+        self._gpu = gpu
 
     def time(self, seconds: float) -> list[float]:
+        assert self._gpu.depth, "timed while a build might run"
+        if self._gpu.depth > 1 and WHOLE not in self.notes:
+            self.notes.append(WHOLE)
         found: list[float] = []
         end = time.perf_counter() + seconds
         while not found or time.perf_counter() < end:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +64,9 @@ RTX_CAPABILITY = "8.9"
 
 #: The lever that the option `optimization_level` takes out of the catalog.
 LEVEL = "-builder_optimization_level"
+
+#: Beside every outcome of a route that went through the older door.
+EXPERIMENTAL = "its flags went through __LUNOWUD, which is experimental"
 
 #: File of the timing cache that all trials of one model share.
 CACHE_NAME = "timing.cache"
@@ -227,6 +231,10 @@ class TensorRtBackend:
         settings = self.options.measuring()
         return Target(self.name, device, versions, self.catalog().key, settings)
 
+    def alone(self) -> AbstractContextManager[None]:
+        """Have the GPU alone for as long as a measurement takes; builds elsewhere wait."""
+        return self._gpu.lock() if self._gpu is not None else nullcontext()
+
     def build(self, model: Model, route: Route, workdir: Path) -> Engine | BuildFailure:
         """Make the precision variant, parse, set the route, build; see `base.Backend`."""
         catalog = self.catalog()
@@ -253,7 +261,7 @@ class TensorRtBackend:
 
         def compile_plan(*, detailed: bool) -> Plan | BuildFailure:
             # Tactics are timed, and timings must not be disturbed.
-            with self._gpu.lock() if self._gpu is not None else nullcontext():
+            with self.alone():
                 return compiler.compile(
                     network, levers=levers, detailed=detailed, **{channel: flags}
                 )
@@ -261,6 +269,8 @@ class TensorRtBackend:
         plan = compile_plan(detailed=False)
         if isinstance(plan, BuildFailure):
             return BuildFailure(plan.status, one_line(plan.reason))
+        if flags and channel == "flags":
+            plan = replace(plan, warnings=(*plan.warnings, EXPERIMENTAL))
         if self.options.plans is Plans.ALL:
             keep_plan(plan.data, plan.hash, workdir)
         seconds = source.seconds + time.perf_counter() - start

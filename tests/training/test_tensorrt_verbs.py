@@ -80,6 +80,8 @@ def test_tune_on_the_fake_wins_and_says_how_trtexec_builds_it(
     assert result["speedup"] > 1.3
     assert result["manifest"]["stray_flags"] == "-stray=1"
     assert "a fake timer" in result["trials"][0]["reason"]  # an engine's notes are kept
+    # No build of another process can run between two blocks of a measurement.
+    assert all(fake_tensorrt.WHOLE in trial["reason"] for trial in result["trials"])
     assert result["trtexec"] == (
         "trtexec --onnx=deploy/model.onnx --timingCacheFile=deploy/timing.cache --avgTiming=1"
         " --setBuildRoute=-kgen:tiling=0 --saveEngine=rebuilt.plan"
@@ -135,6 +137,27 @@ def test_compare_says_how_trtexec_builds_each_answer(tiny_file: Path, tmp_path: 
     assert rows["default"]["trtexec"].endswith("--timingCacheFile=work/timing.cache --avgTiming=1")
     shown = routepilot(*words, *chosen).stdout.replace("\n", "")
     assert f"fast by trtexec: {rows['fast']['trtexec']}" in shown
+
+
+def test_a_winner_is_built_again_from_the_timings_beside_it(
+    tiny_file: Path, tmp_path: Path
+) -> None:
+    """What the guide says of a replay, from `deploy/` of one run into another."""
+    first = tmp_path / "first"
+    words = ("tune", str(tiny_file), "--agent", "fast", "--max-builds", "1", "--json")
+    chosen = ("--expression", "-kgen:tiling=[0]")
+    won = tuned(routepilot(*words, *chosen, *FAKE, "-o", str(first)))
+    assert won["route"] == "-kgen:tiling=0"
+    kept = first / "deploy" / "timing.cache"
+    replay = ("-O", "timing_cache=replay", "-O", f"cache_file={kept}")
+    again = tuned(routepilot(*words, *chosen, *FAKE, "-o", str(tmp_path / "again"), *replay))
+    assert again["trials"][0]["engine_hash"] == won["trials"][0]["engine_hash"]
+    # What those timings do not hold cannot be built: here the file in another precision.
+    other = ("--expression", "-precision=[int8]")
+    lost = tuned(routepilot(*words, *other, *FAKE, "-o", str(tmp_path / "other"), *replay))
+    (trial,) = lost["trials"]
+    assert trial["status"] == "build_failed"
+    assert "timing cache miss" in trial["reason"]
 
 
 def test_equal_bytes_are_measured_once_over_runs(tiny_file: Path, tmp_path: Path) -> None:

@@ -137,6 +137,17 @@ def test_stray_flags_are_kept_out(
     assert os.environ["__LUNOWUD"] == "-stray=1"
 
 
+def test_the_second_channel_is_marked_experimental(
+    trt: FakeTensorRT, tiny: Model, tmp_path: Path
+) -> None:
+    engine = build(tiny, "-kgen:tiling=0", tmp_path, channel="lunowud")
+    assert isinstance(engine, TensorRtEngine)
+    assert engine.notes == ["its flags went through __LUNOWUD, which is experimental"]
+    plain = build(tiny, "", tmp_path, channel="lunowud")
+    assert isinstance(plain, TensorRtEngine)
+    assert plain.notes == []
+
+
 def test_both_channels_are_refused(trt: FakeTensorRT, tiny: Model) -> None:
     compiler = Compiler(find_module("tensorrt"))
     network = compiler.parse(tiny.path, {})
