@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from routepilot.env.liveness_words import in_words
 from routepilot.env.outcomes import Outcome, Status
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ def print_live(name: str, data: Mapping[str, Any]) -> None:
         f"{name}: {len(live)} of {len(data['changes'])} changes are live,"
         f" {data['distinct_engines']} distinct engines; {data['compiler']}, {data['target']},"
         f" {data['seconds']:.0f} s",
-        ("change of the engine by", *(["its knob is live in the corpus"] if corpus else [])),
+        ("change that acts", *(["its knob acts on"] if corpus else [])),
         [row[: 1 + bool(corpus)] for row in live],
     )
     if data["failed"]:
@@ -312,33 +313,8 @@ def print_liveness(facts: Mapping[str, Any]) -> None:
         ("knob", "models"),
         list(facts["live_knobs"].items())[:20],
     )
-    out.print(f"{len(facts['never_live'])} knobs changed no engine", markup=False)
-    for pair in facts["targets"]:
-        compared = pair["same"] + pair["differ"]
-        out.print(
-            f"{' and '.join(pair['targets'])} agree on {pair['same']} of {compared} outcomes of"
-            f" {pair['models']} models; most apart:"
-            f" {', '.join(f'{c} ({n})' for c, n in list(pair['changes'].items())[:6]) or 'none'}",
-            markup=False,
-        )
-    foretold = facts["foretold"]
-    if foretold["models"]:
-        out.print(
-            f"of the {foretold['live']:.0f} changes that act on a model, on average, the first"
-            f" {foretold['first']} in the order of their chances hold"
-            f" {100 * foretold['by_chance']:.0f} % where its family was left out, the first"
-            f" {foretold['first']} of trtexec's order {100 * foretold['by_catalog']:.0f} %"
-            f" ({foretold['models']} models)",
-            markup=False,
-            soft_wrap=True,
-        )
-    rule = facts["operator_rule"]
-    acted = rule["changed_though_ruled_out"]
-    out.print(
-        f"operator rule: {rule['ruled_out']} ruled out, of which {len(acted)} changed the engine"
-        f" all the same; it foresees {rule['identical_and_ruled_out']} of the {rule['identical']}"
-        " that are identical",
-        markup=False,
-    )
+    for line in in_words(facts):
+        out.print(line, markup=False, soft_wrap=True)
+    acted = facts["operator_rule"]["changed_though_ruled_out"]
     for case in acted[:12]:
         out.print(f"  {case['name']} for {case['target']}: {case['change']}", markup=False)
