@@ -34,6 +34,9 @@ LEFT_TO_RUN_TIME = ("-cask", "-tactic:", "-mha_fusion:v2:")
 #: many models it is worth.
 UNKNOWN_CHANCE, UNKNOWN_WEIGHT = 0.1, 0.5
 
+#: Chance to act of what no sweep can judge: levers, the precision of the file.
+EVEN_CHANCE = 0.5
+
 #: Chance of what a sweep of this very model found to change nothing, where that is no proof.
 SWEPT_IDENTICAL = 0.02
 

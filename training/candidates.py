@@ -14,7 +14,7 @@ from routepilot.agents.base import Problem
 from routepilot.env.backends.base import Narrows
 from routepilot.env.errors import InputError
 from routepilot.env.inert import Narrowed
-from routepilot.env.liveness_prior import LivenessPrior, expected_liveness
+from routepilot.env.liveness_prior import EVEN_CHANCE, LivenessPrior, expected_liveness
 from routepilot.env.operator_rules import operator_types
 from routepilot.env.routes import (
     Catalog,
@@ -36,9 +36,6 @@ FOLLOWS_LIVENESS = NEEDS_POLICY | {"recentred", "two-way-gp", "greedy", "thompso
 
 #: Most routes of an expression that are laid out for another agent.
 MOST_ROUTES = 4096
-
-#: Chance to act of what no sweep can judge.
-EVEN = 0.5
 
 
 def make_problem(
@@ -139,7 +136,7 @@ def likely_first(catalog: Catalog, acts: Mapping[str, float]) -> Expression:
         if "variant" in knob.marks:
             return math.inf
         changes = (f"{knob.name}={value}" for value in knob.alternatives)
-        return max((acts[change] for change in changes if change in acts), default=EVEN)
+        return max((acts[change] for change in changes if change in acts), default=EVEN_CHANCE)
 
     return Expression(tuple(sorted(everything.terms, key=chance)), everything.varying)
 

@@ -9,6 +9,7 @@ import pytest
 
 from routepilot.agents.base import Problem
 from routepilot.agents.believer import greedy
+from routepilot.agents.pool import first_candidates
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.tensorrt_catalog import make_catalog, shipped_routes_json
 from routepilot.env.liveness import Liveness
@@ -164,6 +165,24 @@ def test_a_route_that_may_do_nothing_is_believed_to_do_little() -> None:
     assert weighed(belief, routes, {}) is belief
     half = weighed(belief, routes, {TILING: 0.5, SPLIT: 0.5})
     assert half.speed.mean[2] == pytest.approx(0.75 * belief.speed.mean[2])
+
+
+def test_random_candidates_change_little_and_what_acts() -> None:
+    catalog = catalog_of()
+    changes = [f"{k.name}={v}" for k in catalog.knobs for v in k.alternatives]
+    acts = dict.fromkeys(changes, 0.0) | {TILING: 1.0, SLICES: 0.5, "-copy_ppg=off": 0.5}
+    problem = Problem(catalog, None, None, 4, 0, acts=acts)
+    found = first_candidates(problem)
+    assert found == first_candidates(problem)
+    drawn = [route for route in found if len(route.settings) > 1]
+    assert drawn
+    live = {change for change, chance in acts.items() if chance}
+    for route in drawn:
+        assert len(route.settings) <= 4
+        assert set(str(route).split()) <= live
+    # Without such knowledge they are random over the whole catalog, as for every backend.
+    blind = first_candidates(Problem(catalog, None, None, 4, 0))
+    assert max(len(route.settings) for route in blind) > 50
 
 
 def test_an_agent_with_a_belief_asks_for_what_acts() -> None:
