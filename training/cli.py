@@ -413,16 +413,14 @@ def doctor(backend: BackendOpt = "cpu", option: OptionOpt = None, json: JsonOpt 
     from routepilot.training.doctor import run_checks
     from routepilot.training.inputs import backend_options
 
-    checks = [check.as_json() for check in run_checks(backend, backend_options(option))]
+    checks = []
+    for check in run_checks(backend, backend_options(option)):
+        checks.append(check.as_json())
+        if not json:  # as they come: a compiler takes its time
+            console.print_check(check)
     failed = any(check["status"] == "fail" for check in checks)
     if json:
         console.print_json(checks)
-    else:
-        console.print_table(
-            f"doctor: {backend}",
-            ("check", "status", "detail", "what to do"),
-            [(c["check"], c["status"], c["detail"], c["hint"]) for c in checks],
-        )
     raise typer.Exit(1 if failed else 0)
 
 

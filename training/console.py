@@ -25,6 +25,7 @@ from routepilot.env.outcomes import Outcome, Status
 if TYPE_CHECKING:
     from routepilot.env.routes import Catalog
     from routepilot.training.compare import AgentResult
+    from routepilot.training.doctor import Check
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 err = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)
@@ -229,6 +230,13 @@ def print_description(facts: Mapping[str, Any]) -> None:
         f" {(facts['build_seconds'] + facts['measure_seconds']) / 3600:.2f} machine hours",
         markup=False,
     )
+
+
+def print_check(check: Check) -> None:
+    """One check of the doctor on one line: status, what was seen, what to do."""
+    hint = f" [to do: {check.hint}]" if check.hint else ""
+    words = " ".join(f"{check.status:<12}{check.check}: {check.detail}{hint}".splitlines())
+    out.print(words, markup=False, soft_wrap=True, style="red" if check.status == "fail" else None)
 
 
 def print_knobs(

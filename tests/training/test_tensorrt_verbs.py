@@ -29,6 +29,7 @@ from routepilot.env.liveness_table import (
 from routepilot.env.models import Model
 from routepilot.training import cli, defaults
 from routepilot.training.inputs import prepare_model
+from routepilot.training.manifest import manifest
 
 needs_rtx = pytest.mark.skipif(
     find_spec("tensorrt_rtx_bindings") is None, reason="the extra rtx is not installed"
@@ -303,6 +304,13 @@ def test_without_tensorrt_the_extra_is_named(tiny_file: Path, tmp_path: Path) ->
     found = {check["check"]: check["status"] for check in json.loads(done.stdout)}
     assert found["import"] == "fail"
     assert found["timing A/A"] == found["a run goes on where it was"] == "unavailable"
+    # For people: the same checks, a line each, with what to do.
+    lines = routepilot("doctor", "--backend", "tensorrt").stdout.splitlines()
+    assert [line.split(None, 1)[0] for line in lines] == list(found.values())
+    for line, check in zip(lines, found, strict=True):
+        assert f"{check}: " in line
+    assert "routepilot[tensorrt]" in next(line for line in lines if line.startswith("fail"))
+    assert all("[to do: " in line for line in lines if line.startswith("unavailable"))
 
 
 @needs_rtx
@@ -453,6 +461,13 @@ def test_live_gives_the_compilers_words_and_the_corpus(
     assert "-cask*, -tactic:* and much of -mha_fusion:v2:*" in text
     data = json.loads(shown("--json"))
     assert (data["corpus_models"], data["corpus_live"]) == (1, {"-kgen:tiling=0": 0})
+
+
+def test_stray_flags_are_in_every_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("__LUNOWUD", "-stray=1")
+    assert manifest()["stray_flags"] == "-stray=1"
+    monkeypatch.delenv("__LUNOWUD")
+    assert "stray_flags" not in manifest()
 
 
 def test_a_strangers_engine_is_refused(tmp_path: Path) -> None:
