@@ -192,6 +192,11 @@ def test_a_winner_is_replayed_from_its_timings_and_a_miss_is_told(
     assert isinstance(missed, BuildFailure)
     assert missed.status is Status.BUILD_FAILED
     assert "timing cache miss" in missed.reason
+    # The default, against which a winner is measured, is timed anew where it must be, and says so.
+    default = build(tiny, "", elsewhere, **replay)
+    assert isinstance(default, TensorRtEngine)
+    assert default.notes == ["the timing cache lacks the default route, which was timed anew"]
+    assert "ERROR_ON_TIMING_CACHE_MISS" not in trt.built[-1].flags
     assert kept.read_bytes() == before
     assert not (elsewhere / "timing.cache").exists()
 
