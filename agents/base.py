@@ -16,8 +16,8 @@ The contract, checked by `conformance.py` on every agent:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from routepilot.env.outcomes import Outcome
@@ -38,6 +38,8 @@ class Problem:
         expression: What sweeps walk through; None for every knob.
         skips_inert: A setting that alone gave the default's engine need not be asked beside
             others, unless one of the route's knobs changes precision: there it may act.
+        acts: Change (`-name=value`) -> the chance that it changes the engine at all, where
+            something is known of it (`liveness_prior.py`).
     """
 
     catalog: Catalog
@@ -48,6 +50,7 @@ class Problem:
     tolerance: float = 1e-2
     expression: Expression | None = None
     skips_inert: bool = False
+    acts: Mapping[str, float] = field(default_factory=dict)
 
     def may_ask(self, route: Route) -> bool:
         """True when the route can be asked at all."""

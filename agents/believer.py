@@ -17,6 +17,7 @@ from routepilot.agents.policy import LoadedPolicy
 from routepilot.agents.pool import first_candidates
 from routepilot.env.episode import ROW_FEATURES, Episode, Observation, loss_of
 from routepilot.env.forecast import Calibration, Forecast, forecast
+from routepilot.env.liveness_prior import weighed
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import Route
 from routepilot.env.surrogate import Signal, Surrogate, joint
@@ -103,6 +104,7 @@ class BelieverAgent(OrderedAgent):
         self._places = {route: place for place, route in enumerate(routes)}
         catalog = self.problem.catalog
         belief = self._surrogate.belief(self.problem.features, routes, catalog)
+        belief = weighed(belief, routes, self.problem.acts)
         self._episode = Episode(
             joint(self._surrogate.catalog, catalog),
             routes,

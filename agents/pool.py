@@ -15,10 +15,14 @@ from numpy.typing import NDArray
 
 from routepilot.agents.base import OrderedAgent, Problem
 from routepilot.agents.sweeps import random_route
+from routepilot.env.liveness_prior import EVEN_CHANCE
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import DEFAULT_ROUTE, Route
 
 Floats = NDArray[np.float64]
+
+#: Changes of a random route where it is known what is likely to act, least and most.
+LIKELY_CHANGES = 2, 4
 
 #: Random legal routes among the candidates of an open catalog.
 RANDOM_CANDIDATES = 48
@@ -47,8 +51,33 @@ def first_candidates(problem: Problem, known: Iterable[Route] = ()) -> list[Rout
     found.update(dict.fromkeys(catalog.neighbours(DEFAULT_ROUTE)))
     generator = random.Random(problem.seed)
     for _ in range(RANDOM_CANDIDATES):
-        found[random_route(catalog, generator)] = None
+        route = (
+            likely_route(problem, generator) if problem.acts else random_route(catalog, generator)
+        )
+        found[route] = None
     return [route for route in found if problem.may_ask(route)]
+
+
+def likely_route(problem: Problem, generator: random.Random) -> Route:
+    """A route of a few changes, each drawn by its chance to act; legal or not.
+
+    A route that draws every knob at random changes half of them, of which few act.
+    """
+    acts = problem.acts
+    knobs = {
+        knob.name: [acts.get(f"{knob.name}={v}", EVEN_CHANCE) for v in knob.alternatives]
+        for knob in problem.catalog.knobs
+    }
+    weights = {name: max(chances, default=0.0) for name, chances in knobs.items()}
+    settings: dict[str, str] = {}
+    for _ in range(generator.randint(*LIKELY_CHANGES)):
+        left = {name: weight for name, weight in weights.items() if weight and name not in settings}
+        if not left:
+            break
+        (name,) = generator.choices(list(left), list(left.values()))
+        alternatives = problem.catalog[name].alternatives
+        (settings[name],) = generator.choices(alternatives, knobs[name])
+    return problem.catalog.route(settings)
 
 
 class ScoringAgent(OrderedAgent):

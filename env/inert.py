@@ -36,16 +36,25 @@ class Narrowed:
         masked: Change (`-name=value`) -> why it is masked while the precision is the model's.
         live: Knobs of which a sweep found a value live, by this compiler or a sibling: a hint where
             to begin, and no proof.
+        swept: That sweep; None where there is none.
+        own: Sweeps are by the compiler at hand, and not by a sibling of it.
     """
 
     catalog: Catalog
     dropped: Mapping[str, str]
     masked: Mapping[str, str]
     live: frozenset[str] = frozenset()
+    swept: Liveness | None = None
+    own: bool = False
 
 
 def narrow(
-    catalog: Catalog, model: Model, liveness: Liveness | None, hint: Liveness | None = None
+    catalog: Catalog,
+    model: Model,
+    liveness: Liveness | None,
+    hint: Liveness | None = None,
+    *,
+    own: bool = False,
 ) -> Narrowed:
     """Leave out what is proved not to matter.
 
@@ -54,6 +63,7 @@ def narrow(
         model: The model.
         liveness: Sweep by this very compiler; None where there is none.
         hint: Sweep by a sibling of it.
+        own: The catalog is of the compiler that sweeps.
     """
     names = [k.name for k in catalog.knobs if is_build_route_knob(k.name)]
     dropped = ruled_out(operator_types(model.path) | VARIANT_OPERATORS, names)
@@ -63,8 +73,9 @@ def narrow(
     if PRECISION_KNOB.name in kept:
         kept = replace(kept, requirements=(*kept.requirements, *_masks(kept, masked)))
     told = liveness or hint
-    live = {change.partition("=")[0] for change in (told.live if told else ())}
-    return Narrowed(kept, dropped, masked, frozenset(name for name in live if name in kept))
+    live = frozenset(change.partition("=")[0] for change in (told.live if told else ()))
+    live = frozenset(name for name in live if name in kept)
+    return Narrowed(kept, dropped, masked, live, told, own=own)
 
 
 def _proved_by_sweep(liveness: Liveness | None, *, exact: bool) -> dict[str, str]:

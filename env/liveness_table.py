@@ -261,9 +261,12 @@ def describe_liveness(table: LivenessTable) -> dict[str, Any]:
         engines), `outcomes`, `reasons` of failures with how many changes and models, `targets`
         (agreement of outcomes between each two targets), `operator_rule` (what the rule of
         `operator_rules.py` rules out, and what acted though ruled out), `live_knobs` (knob -> in
-        how many models a value changes the engine), `never_live`, `seconds`.
+        how many models a value changes the engine), `never_live`, `foretold` (how well the table
+        foretells a family it has not seen, `liveness_prior.py`), `seconds`.
     """
-    outcomes = {key: _outcomes(answers) for key, answers in table.found.items()}
+    from routepilot.env.liveness_prior import LivenessPrior
+
+    outcomes = {key: outcomes_of(answers) for key, answers in table.found.items()}
     cards = {card.fingerprint: card for card in table.models}
     total = Counter(word for words in outcomes.values() for word in words.values())
     live: dict[str, set[str]] = {}
@@ -288,6 +291,7 @@ def describe_liveness(table: LivenessTable) -> dict[str, Any]:
         "operator_rule": _against_rule(outcomes, cards, names),
         "live_knobs": {name: len(live[name]) for name in most_live},
         "never_live": [name for name in names if name not in live],
+        "foretold": LivenessPrior(table).foretold(),
         "seconds": sum(
             float(a["seconds"]) for found in table.found.values() for a in found.values()
         ),
@@ -295,7 +299,8 @@ def describe_liveness(table: LivenessTable) -> dict[str, Any]:
     }
 
 
-def _outcomes(answers: Mapping[str, Found]) -> dict[str, str]:
+def outcomes_of(answers: Mapping[str, Found]) -> dict[str, str]:
+    """Change -> `changed`, `identical` or `failed`, from what was found on one model."""
     default = answers[""]["hash"]
     return {change: outcome_of(change, a, default) for change, a in answers.items() if change}
 

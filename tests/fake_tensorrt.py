@@ -68,18 +68,23 @@ class IProfiler:
     def report_layer_time(self, layer_name: str, ms: float) -> None: ...
 
 
+#: How a timing cache of this "device" begins; the keys it holds follow, one a line.
+CACHE = b"cache of this device"
+
+
 class ITimingCache:
     def __init__(self, data: bytes) -> None:
-        self.data = data
+        self.given, self.data = data, data or CACHE
+        self.keys = set(self.data.decode().splitlines()[1:])
 
     def serialize(self) -> bytes:
-        return self.data or b"cache of this device"
+        return b"\n".join([CACHE, *(key.encode() for key in sorted(self.keys))])
 
 
 class IBuilderConfig:
     def __init__(self, module: FakeTensorRT) -> None:
         self._module, self._route, self._cache = module, "", ITimingCache(b"")
-        self.flags: set[str] = set()
+        self.flags = {"TF32"}
         self.given = b""
         self.pools: dict[Any, int] = {}
         self.profiles: list[Any] = []
@@ -115,8 +120,8 @@ class IBuilderConfig:
         return ITimingCache(data)
 
     def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
-        self._cache, self.given = cache, cache.data
-        return cache.data in (b"", b"cache of this device") or ignore_mismatch
+        self._cache, self.given = cache, cache.given
+        return cache.data.startswith(CACHE) or ignore_mismatch
 
     def get_timing_cache(self) -> ITimingCache:
         return self._cache
@@ -133,11 +138,15 @@ class FakeTensorRT(types.ModuleType):
         routes: What `all_build_routes` lists; emptied it is a Windows build.
         dropped: Tokens the setter does not take, in silence.
         broken: Tokens with which no engine can be built -> what the log says.
+        recorded: The same, but only the error recorder is told.
         inert: Tokens that change nothing.
+        keyed_by_route: Whether the timing cache tells routes apart, which is not published.
+        timed: How many timings were taken, and not found in a cache.
         deadly: Tokens with which a build never ends (`hang`), or the system ends the process as it
             does for want of memory (`kill`).
         seconds: How long a build takes.
         silent: Do not log that a route is in use.
+        used: The route that the log says is in use, where it is not the one that was set.
         built: Configurations that were built, in order.
         delays: Token -> milliseconds an inference takes on top; "" for routes with none of them.
     """
@@ -165,10 +174,12 @@ class FakeTensorRT(types.ModuleType):
         self.routes: dict[str, Any] = json.loads(json.dumps(ROUTES))
         self.dropped: set[str] = set()
         self.broken: dict[str, str] = {}
+        self.recorded: dict[str, str] = {}
         self.inert: set[str] = set()
+        self.keyed_by_route, self.timed = False, 0
         self.deadly: dict[str, str] = {}
         self.seconds = 0.0
-        self.silent = False
+        self.silent, self.used = False, ""
         self.built: list[IBuilderConfig] = []
         self.delays: dict[str, float] = {}
         old = tuple(map(int, version.split(".")[:2])) < (11, 1)
@@ -281,7 +292,8 @@ class Builder:
         self._module.built.append(config)
         tokens = config._route.split()
         if tokens and not self._module.silent:
-            text = f"[TuningBuildRoute] Using build route: {config._route}"
+            used = self._module.used or config._route
+            text = f"[TuningBuildRoute] Using build route: {used}"
             self._logger.log(Log.Severity.INFO, text)
         end = time.monotonic() + self._module.seconds
         while time.monotonic() < end:
@@ -297,6 +309,12 @@ class Builder:
             if token in self._module.broken:
                 self._logger.log(Log.Severity.ERROR, self._module.broken[token])
                 return None
+            if token in self._module.recorded:
+                assert self.error_recorder is not None
+                self.error_recorder.report_error(4, self._module.recorded[token])
+                return None
+        if not self._timings_known(network, config, tokens):
+            return None
         acting = sorted(set(tokens) - self._module.inert)
         levers = {
             n: str(v)
@@ -304,8 +322,26 @@ class Builder:
             if n.startswith(("builder_", "tiling_", "max_"))
         }
         plan = {"path": network.path, "route": acting, "levers": levers}
-        plan |= {"flags": sorted(config.flags), "verbosity": config.profiling_verbosity}
+        of_timing = {"EDITABLE_TIMING_CACHE", "ERROR_ON_TIMING_CACHE_MISS"}
+        plan |= {"flags": sorted(config.flags - of_timing), "verbosity": config.profiling_verbosity}
         return json.dumps(plan).encode()
+
+    def _timings_known(
+        self, network: NetworkDefinition, config: IBuilderConfig, tokens: list[str]
+    ) -> bool:
+        """Every operator is timed once; False for a miss where that is an error."""
+        import onnx
+
+        graph = onnx.load(network.path, load_external_data=False).graph
+        route = " ".join(sorted(tokens)) if self._module.keyed_by_route else ""
+        wanted = {f"{node.op_type} {route}".strip() for node in graph.node}
+        missing = sorted(wanted - config._cache.keys)
+        if missing and "ERROR_ON_TIMING_CACHE_MISS" in config.flags:
+            self._logger.log(Log.Severity.ERROR, f"timing cache miss for {missing[0]}")
+            return False
+        self._module.timed += len(missing)
+        config._cache.keys |= wanted
+        return True
 
 
 class Runtime:
@@ -416,7 +452,7 @@ class FakeGpu:
 
     def __init__(self, index: int = 0) -> None:
         self._memory: dict[int, Any] = {}
-        self.locked = 0
+        self.locked = self.depth = 0
 
     def stream(self) -> int:
         return 7
@@ -441,10 +477,18 @@ class FakeGpu:
     @contextmanager
     def lock(self) -> Iterator[None]:
         self.locked += 1
-        yield
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
 
     def condition(self) -> dict[str, Any]:
         return {}
+
+
+#: Noted by the fake timer when the lock was held around its own holding: by a whole measurement.
+WHOLE = "the GPU was held for the whole measurement"
 
 
 class FakeTimer:
@@ -452,8 +496,12 @@ class FakeTimer:
 
     def __init__(self, gpu: Any, launches: Any, stream: int, **_: Any) -> None:
         self._launches, self._stream, self.notes = list(launches), stream, ["a fake timer"]
+        self._gpu = gpu
 
     def time(self, seconds: float) -> list[float]:
+        assert self._gpu.depth, "timed while a build might run"
+        if self._gpu.depth > 1 and WHOLE not in self.notes:
+            self.notes.append(WHOLE)
         found: list[float] = []
         end = time.perf_counter() + seconds
         while not found or time.perf_counter() < end:
@@ -478,6 +526,17 @@ def make(options: Mapping[str, str]) -> Any:
     module.delays = {"": 4.0, "-kgen:tiling=0": 2.0}
     module.inert = {"-cask_fusion:num_tactics=5"}
     return TensorRtBackend("tensorrt", options)
+
+
+def make_with_liveness(options: Mapping[str, str]) -> Any:
+    """The backend on the fake, where a liveness table is released: the file FAKE_LIVENESS names."""
+    from routepilot.env.liveness_table import load_liveness
+    from routepilot.training import candidates, knob_list
+
+    table = load_liveness(Path(os.environ["FAKE_LIVENESS"]))
+    for module in (candidates, knob_list):
+        pytest.MonkeyPatch().setattr(module, "released_liveness", lambda: table)
+    return make(options)
 
 
 def make_deadly(options: Mapping[str, str]) -> Any:

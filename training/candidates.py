@@ -5,12 +5,17 @@ Owns the step from a session to an agent's problem. Knows no particular agent.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
+from routepilot.agents import NEEDS_POLICY
 from routepilot.agents.base import Problem
 from routepilot.env.backends.base import Narrows
 from routepilot.env.errors import InputError
 from routepilot.env.inert import Narrowed
+from routepilot.env.liveness_prior import EVEN_CHANCE, LivenessPrior, expected_liveness
+from routepilot.env.operator_rules import operator_types
 from routepilot.env.routes import (
     Catalog,
     Expression,
@@ -20,10 +25,14 @@ from routepilot.env.routes import (
     read_expression_file,
     sweep_expression,
 )
+from routepilot.training.defaults import released_liveness
 from routepilot.training.session import Say, Session, silent
 
 #: Agents that walk an expression themselves, however many routes it has.
 SWEEPS = frozenset({"fast", "mixed", "full", "recentred"})
+
+#: Agents that heed how likely a change is to act: a walk in that order, and those with a belief.
+FOLLOWS_LIVENESS = NEEDS_POLICY | {"recentred", "two-way-gp", "greedy", "thompson"}
 
 #: Most routes of an expression that are laid out for another agent.
 MOST_ROUTES = 4096
@@ -71,24 +80,65 @@ def make_problem(
         return Problem(session.catalog, session.features, None, budget, seed, limit)
     narrowed = session.backend.narrowed(session.model)
     order = None
+    acts = _expected(narrowed, session, say) if agent in FOLLOWS_LIVENESS else {}
     if narrowed.dropped or narrowed.masked:
         say(
             f"left out as inert: {len(narrowed.dropped)} knobs by the model's operators,"
             f" {len(narrowed.masked)} values by the compiler"
         )
-    if agent == "recentred" and narrowed.live:
-        say(f"{len(narrowed.live)} knobs that `routepilot live` found live come first")
-        order = _live_first(narrowed)
+    if agent == "recentred" and acts:
+        order = likely_first(narrowed.catalog, acts)
     return Problem(
-        narrowed.catalog, session.features, None, budget, seed, limit, order, skips_inert=True
+        narrowed.catalog,
+        session.features,
+        None,
+        budget,
+        seed,
+        limit,
+        order,
+        skips_inert=True,
+        acts=acts,
     )
 
 
-def _live_first(narrowed: Narrowed) -> Expression:
-    """Every knob, in the order in which a walk from the right comes to live ones first."""
-    everything = sweep_expression(narrowed.catalog)
-    terms = sorted(everything.terms, key=lambda term: term[0] in narrowed.live)
-    return Expression(tuple(terms), everything.varying)
+def _expected(narrowed: Narrowed, session: Session, say: Say) -> dict[str, float]:
+    """The chance of each change to act on the model, by its own sweep and the released table."""
+    table = released_liveness()
+    prior = LivenessPrior(table) if table is not None else None
+    operators = operator_types(session.model.path)
+    acts = expected_liveness(narrowed.catalog, operators, prior, narrowed.swept, own=narrowed.own)
+    if narrowed.live:
+        say(f"{len(narrowed.live)} knobs that `routepilot live` found live come first")
+    if prior is not None:
+        never = prior.last(own=narrowed.own)
+        count = sum(name in narrowed.catalog for name in never)
+        say(
+            f"{count} knobs that changed no engine of {len(prior.models)} corpus models are"
+            " expected to do nothing and come last"
+        )
+    return acts
+
+
+def likely_first(catalog: Catalog, acts: Mapping[str, float]) -> Expression:
+    """Every knob, in the order in which a walk from the right comes first to what is likely to act.
+
+    The precision of the file comes before all, since it changes an engine as a whole; builder
+    levers, which no sweep can judge, stand between what is likely and what is not.
+
+    Args:
+        catalog: The knobs.
+        acts: Change -> chance to act.
+    """
+    everything = sweep_expression(catalog)
+
+    def chance(term: tuple[str, tuple[str, ...]]) -> float:
+        knob = catalog[term[0]]
+        if "variant" in knob.marks:
+            return math.inf
+        changes = (f"{knob.name}={value}" for value in knob.alternatives)
+        return max((acts[change] for change in changes if change in acts), default=EVEN_CHANCE)
+
+    return Expression(tuple(sorted(everything.terms, key=chance)), everything.varying)
 
 
 def read_expression(expression: str | Path, catalog: Catalog) -> Expression:

@@ -345,26 +345,14 @@ def knobs(
     from routepilot.env.backends import load_backend
     from routepilot.training import console
     from routepilot.training.inputs import backend_options
+    from routepilot.training.knob_list import knob_rows, remarks
 
-    catalog = load_backend(backend, backend_options(option, threads)).catalog()
-    rows = [
-        {
-            "name": k.name,
-            "values": list(k.values),
-            "default": k.default,
-            "help": k.help,
-            "marks": list(k.marks),
-        }
-        for k in catalog.knobs
-    ]
+    compiler = load_backend(backend, backend_options(option, threads))
+    rows = knob_rows(compiler)
     if json:
         console.print_json(rows)
         return
-    console.print_table(
-        f"{catalog.name} {catalog.version}: {len(rows)} knobs",
-        ("knob", "values", "default", "what it does"),
-        [(k.name, "|".join(k.values), k.default, k.help) for k in catalog.knobs],
-    )
+    console.print_knobs(compiler.catalog(), rows, remarks(compiler))
 
 
 @app.command()
@@ -425,16 +413,14 @@ def doctor(backend: BackendOpt = "cpu", option: OptionOpt = None, json: JsonOpt 
     from routepilot.training.doctor import run_checks
     from routepilot.training.inputs import backend_options
 
-    checks = [check.as_json() for check in run_checks(backend, backend_options(option))]
+    checks = []
+    for check in run_checks(backend, backend_options(option)):
+        checks.append(check.as_json())
+        if not json:  # as they come: a compiler takes its time
+            console.print_check(check)
     failed = any(check["status"] == "fail" for check in checks)
     if json:
         console.print_json(checks)
-    else:
-        console.print_table(
-            f"doctor: {backend}",
-            ("check", "status", "detail", "what to do"),
-            [(c["check"], c["status"], c["detail"], c["hint"]) for c in checks],
-        )
     raise typer.Exit(1 if failed else 0)
 
 

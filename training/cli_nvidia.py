@@ -90,7 +90,9 @@ def live(
         _live_table(table, models, targets, jobs, max_seconds, names, resume or [], seed, json)
         return
     from routepilot.env.liveness import live as run
+    from routepilot.env.liveness_prior import LivenessPrior
     from routepilot.training import console
+    from routepilot.training.defaults import released_liveness
     from routepilot.training.inputs import prepare_model
 
     prepared = prepare_model(model or "", shape, inputs, seed).model
@@ -103,23 +105,17 @@ def live(
             cache=cache,
             progress=lambda done, total: steps.quietly(done, total),
         )
+    table_of_corpus = released_liveness()
+    prior = None if table_of_corpus is None else LivenessPrior(table_of_corpus)
     data = found.as_json()
+    if prior is not None:
+        data["corpus_models"] = len(prior.models)
+        data["corpus_live"] = {c: prior.live_on.get(c.partition("=")[0], 0) for c in found.live}
     if json:
         console.print_json(data)
         return
-    failed = data["failed"]
-    console.print_table(
-        f"{prepared.name}: {len(data['live'])} of {len(data['changes'])} changes are live,"
-        f" {data['distinct_engines']} distinct engines; {data['compiler']}, {data['target']},"
-        f" {data['seconds']:.0f} s",
-        ("change", "what it does"),
-        [
-            *((change, "changes the engine") for change in data["live"]),
-            *((change, "fails") for change in failed),
-        ],
-    )
-    console.out.print(f"{len(data['identical'])} changes leave the engine as it is", markup=False)
-    console.out.print(NOT_PROVED, markup=False)
+    console.print_live(prepared.name, data)
+    console.out.print(NOT_PROVED, markup=False, soft_wrap=True)
 
 
 def _live_table(

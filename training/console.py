@@ -19,10 +19,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from routepilot.env.liveness_words import in_words
 from routepilot.env.outcomes import Outcome, Status
 
 if TYPE_CHECKING:
+    from routepilot.env.routes import Catalog
     from routepilot.training.compare import AgentResult
+    from routepilot.training.doctor import Check
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 err = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)
@@ -229,6 +232,61 @@ def print_description(facts: Mapping[str, Any]) -> None:
     )
 
 
+def print_check(check: Check) -> None:
+    """One check of the doctor on one line: status, what was seen, what to do."""
+    hint = f" [to do: {check.hint}]" if check.hint else ""
+    words = " ".join(f"{check.status:<12}{check.check}: {check.detail}{hint}".splitlines())
+    out.print(words, markup=False, soft_wrap=True, style="red" if check.status == "fail" else None)
+
+
+def print_knobs(
+    catalog: Catalog, rows: Sequence[Mapping[str, Any]], remarks: Sequence[str]
+) -> None:
+    """A catalog as a table; where it is known, on how many models of the corpus a knob acts."""
+    known = any("corpus_live" in row for row in rows)
+    columns = ("knob", "values", "default", "what it does", *(["acts on"] if known else []))
+    print_table(
+        f"{catalog.name} {catalog.version}: {len(rows)} knobs",
+        columns,
+        [
+            (row["name"], "|".join(row["values"]), row["default"], row["help"], _acts_on(row))[
+                : len(columns)
+            ]
+            for row in rows
+        ],
+    )
+    for line in remarks:
+        out.print(line, markup=False, soft_wrap=True)
+
+
+def _acts_on(row: Mapping[str, Any]) -> str:
+    live, models = row.get("corpus_live"), row.get("corpus_models")
+    return "" if live is None else f"{live} of {models}"
+
+
+def print_live(name: str, data: Mapping[str, Any]) -> None:
+    """What single changes do to one model: those that act, and those that fail with the reason."""
+    corpus = data.get("corpus_live", {})
+    live = [
+        (change, f"on {corpus[change]} of {data['corpus_models']} models" if corpus else "")
+        for change in data["live"]
+    ]
+    print_table(
+        f"{name}: {len(live)} of {len(data['changes'])} changes are live,"
+        f" {data['distinct_engines']} distinct engines; {data['compiler']}, {data['target']},"
+        f" {data['seconds']:.0f} s",
+        ("change that acts", *(["its knob acts on"] if corpus else [])),
+        [row[: 1 + bool(corpus)] for row in live],
+    )
+    if data["failed"]:
+        print_table(
+            f"{len(data['failed'])} changes fail",
+            ("change", "the compiler says"),
+            [(change, data["messages"][change]) for change in data["failed"]],
+        )
+    out.print(f"{len(data['identical'])} changes leave the engine as it is", markup=False)
+
+
 def print_liveness(facts: Mapping[str, Any]) -> None:
     """What a liveness table holds: live knobs by model, failures, agreements."""
     total = facts["outcomes"]
@@ -263,22 +321,8 @@ def print_liveness(facts: Mapping[str, Any]) -> None:
         ("knob", "models"),
         list(facts["live_knobs"].items())[:20],
     )
-    out.print(f"{len(facts['never_live'])} knobs changed no engine", markup=False)
-    for pair in facts["targets"]:
-        compared = pair["same"] + pair["differ"]
-        out.print(
-            f"{' and '.join(pair['targets'])} agree on {pair['same']} of {compared} outcomes of"
-            f" {pair['models']} models; most apart:"
-            f" {', '.join(f'{c} ({n})' for c, n in list(pair['changes'].items())[:6]) or 'none'}",
-            markup=False,
-        )
-    rule = facts["operator_rule"]
-    acted = rule["changed_though_ruled_out"]
-    out.print(
-        f"operator rule: {rule['ruled_out']} ruled out, of which {len(acted)} changed the engine"
-        f" all the same; it foresees {rule['identical_and_ruled_out']} of the {rule['identical']}"
-        " that are identical",
-        markup=False,
-    )
+    for line in in_words(facts):
+        out.print(line, markup=False, soft_wrap=True)
+    acted = facts["operator_rule"]["changed_though_ruled_out"]
     for case in acted[:12]:
         out.print(f"  {case['name']} for {case['target']}: {case['change']}", markup=False)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import InputError, PolicyError, TableError
+from routepilot.env.liveness_table import LivenessTable, load_liveness
 from routepilot.env.tables import load_table
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ ANY = "any"
 #: Agents that did better than the policy that is released for a backend, in the README's figures.
 BETTER_THAN_PPO = {"cuda": "grace"}
 
+#: Name of the released liveness table, which is no route table.
+LIVENESS = "liveness"
+
 #: Released policy and table of backends whose own name they do not bear.
 RELEASED_AS = {"cuda": "h200"}
 
@@ -70,7 +74,14 @@ def released_policies() -> list[str]:
 
 def released_tables() -> list[str]:
     """Names of the released route tables."""
-    return sorted(path.stem for path in (checkpoints_folder() / "tables").glob("*.parquet"))
+    found = (checkpoints_folder() / "tables").glob("*.parquet")
+    return sorted(path.stem for path in found if path.stem != LIVENESS)
+
+
+def released_liveness() -> LivenessTable | None:
+    """The released liveness table; None where this installation has none."""
+    path = checkpoints_folder() / "tables" / f"{LIVENESS}.parquet"
+    return load_liveness(path) if path.is_file() else None
 
 
 def find_table(name: str) -> Path:

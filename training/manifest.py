@@ -14,6 +14,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from routepilot.env.backends.tensorrt_compiler import FLAGS_VARIABLE
 from routepilot.training.machine import clocks
 
 #: Packages whose version can change a figure.
@@ -27,6 +28,8 @@ PACKAGES = (
     "stable-baselines3",
     "gymnasium",
     "tensorrt",
+    "tensorrt-rtx-cu13-libs",
+    "nvidia-modelopt",
     "onnxruntime-gpu",
 )
 
@@ -72,6 +75,7 @@ def manifest(**extra: object) -> dict[str, object]:
         **extra: What the caller adds, e.g. `seed`, `noise_floor`.
     """
     load = os.getloadavg()
+    stray = os.environ.get(FLAGS_VARIABLE)
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": shlex.join(["routepilot", *map(_without_folder, sys.argv[1:])]),
@@ -82,6 +86,8 @@ def manifest(**extra: object) -> dict[str, object]:
         "clocks": clocks(),
         "packages": package_versions(),
         "git": git_state(),
+        # Kept from the children, which would build every route with them.
+        **({} if stray is None else {"stray_flags": stray}),
         **extra,
     }
 

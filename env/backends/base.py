@@ -200,3 +200,12 @@ class Narrows(Protocol):
     def narrowed(self, model: Model) -> Narrowed:
         """The catalog without what is proved inert for this model; see `env/inert.py`."""
         ...
+
+
+@runtime_checkable
+class LeavesOut(Protocol):
+    """A backend that keeps knobs of its compiler out of its catalog."""
+
+    def left_out(self) -> Mapping[str, str]:
+        """Those knobs, each with the reason."""
+        ...

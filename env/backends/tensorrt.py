@@ -13,7 +13,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ from routepilot.env.backends.tensorrt_catalog import (
     is_build_route_knob,
     make_catalog,
     shipped_routes_json,
+    unsafe_knobs,
 )
 from routepilot.env.backends.tensorrt_compiler import (
     LEVERS,
@@ -62,6 +64,12 @@ RTX_CAPABILITY = "8.9"
 
 #: The lever that the option `optimization_level` takes out of the catalog.
 LEVEL = "-builder_optimization_level"
+
+#: Beside every outcome of a route that went through the older door.
+EXPERIMENTAL = "its flags went through __LUNOWUD, which is experimental"
+
+#: Beside the default route of a replay, where the winner's timings say nothing of it.
+TIMED_ANEW = "the timing cache lacks the default route, which was timed anew"
 
 #: File of the timing cache that all trials of one model share.
 CACHE_NAME = "timing.cache"
@@ -162,33 +170,40 @@ class TensorRtBackend:
         return self._compilers[cache]
 
     @cached_property
-    def _catalog(self) -> Catalog:
-        version = str(self._trt.__version__)
-        unsafe = self.options.unsafe
-        fp8 = self.options.quantizer is Quantizer.MODELOPT
+    def _routes(self) -> str:
+        """JSON of the build routes: this machine's, or the shipped list where there is no other."""
         if self.name == "tensorrt_rtx":
-            return make_catalog(
-                self.name,
-                version,
-                shipped_routes_json(),
-                levers=RTX_LEVERS,
-                unsafe=unsafe,
-                fp8=fp8,
-            )
-        levers = set(LEVERS)
-        if self.options.optimization_level >= 0:
-            levers.remove(LEVEL)
+            return shipped_routes_json()
+        version = str(self._trt.__version__)
         routes = self._compiler(None).all_build_routes()
         if not routes.strip() and self.options.channel is Channel.LUNOWUD:
             # No list on this machine (before 11.1, or Windows): the shipped one stands in, and the
             # compiler refuses what it does not know.
-            routes = shipped_routes_json()
+            return shipped_routes_json()
         if not routes.strip() and version_numbers(version) >= (11, 1):
             raise InputError(
                 f"TensorRT {version} lists no build routes here (Windows builds have no Global"
                 " Performance Tuner); use Linux, or channel=lunowud (experimental)"
             )
-        return make_catalog(self.name, version, routes, levers=levers, unsafe=unsafe, fp8=fp8)
+        return routes
+
+    @cached_property
+    def _catalog(self) -> Catalog:
+        levers = set(RTX_LEVERS if self.name == "tensorrt_rtx" else LEVERS)
+        if self.options.optimization_level >= 0:
+            levers.discard(LEVEL)
+        return make_catalog(
+            self.name,
+            str(self._trt.__version__),
+            self._routes,
+            levers=levers,
+            unsafe=self.options.unsafe,
+            fp8=self.options.quantizer is Quantizer.MODELOPT,
+        )
+
+    def left_out(self) -> dict[str, str]:
+        """Knobs that can break the mathematics, and how; see `base.LeavesOut`."""
+        return {} if self.options.unsafe else unsafe_knobs(self._routes)
 
     def catalog(self) -> Catalog:
         """The knobs; see `base.Backend`."""
@@ -206,7 +221,8 @@ class TensorRtBackend:
         if self.name == "tensorrt":
             return narrow(self.catalog(), model, None, hint=recalled(model))
         capability = self.capability or (self._gpu.capability if self._gpu else "")
-        return narrow(self.catalog(), model, recalled(model, compute_capability=capability))
+        swept = recalled(model, compute_capability=capability)
+        return narrow(self.catalog(), model, swept, own=True)
 
     def target(self) -> Target:
         """GPU, versions and settings; see `base.Backend`."""
@@ -217,6 +233,10 @@ class TensorRtBackend:
             versions["cuda driver"] = self._gpu.driver
         settings = self.options.measuring()
         return Target(self.name, device, versions, self.catalog().key, settings)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Have the GPU alone for as long as a measurement takes; builds elsewhere wait."""
+        return self._gpu.lock() if self._gpu is not None else nullcontext()
 
     def build(self, model: Model, route: Route, workdir: Path) -> Engine | BuildFailure:
         """Make the precision variant, parse, set the route, build; see `base.Backend`."""
@@ -242,16 +262,24 @@ class TensorRtBackend:
         if self.options.optimization_level >= 0:
             levers[LEVEL] = str(self.options.optimization_level)
 
-        def compile_plan(*, detailed: bool) -> Plan | BuildFailure:
+        def compile_plan(*, detailed: bool, lenient: bool = False) -> Plan | BuildFailure:
             # Tactics are timed, and timings must not be disturbed.
-            with self._gpu.lock() if self._gpu is not None else nullcontext():
+            with self.alone():
                 return compiler.compile(
-                    network, levers=levers, detailed=detailed, **{channel: flags}
+                    network, levers=levers, detailed=detailed, lenient=lenient, **{channel: flags}
                 )
 
         plan = compile_plan(detailed=False)
+        replayed = self.options.timing_cache is TimingCache.REPLAY
+        if isinstance(plan, BuildFailure) and replayed and route.is_default:
+            # A winner's timings may say nothing of the default, which it is measured against.
+            again = compile_plan(detailed=False, lenient=True)
+            if isinstance(again, Plan):
+                plan = replace(again, warnings=(*again.warnings, TIMED_ANEW))
         if isinstance(plan, BuildFailure):
             return BuildFailure(plan.status, one_line(plan.reason))
+        if flags and channel == "flags":
+            plan = replace(plan, warnings=(*plan.warnings, EXPERIMENTAL))
         if self.options.plans is Plans.ALL:
             keep_plan(plan.data, plan.hash, workdir)
         seconds = source.seconds + time.perf_counter() - start

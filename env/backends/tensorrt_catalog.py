@@ -46,6 +46,18 @@ PRECISION = frozenset(
     """.split()
 )
 
+#: Parts of a name by which a knob that is not in the shipped list changes precision all the same:
+#: every tuner version brings new ones.
+PRECISION_PARTS = ("_acc", "fp32", "approx", "imprecise", "precision", "rewrite_fp", "quantize_")
+
+#: The same for knobs that can break the mathematics, each with how.
+UNSAFE_PARTS = {
+    "causal": "asserts a causal mask",
+    "ignore_": "drops a check, by its name",
+    "assume_": "assumes something of the data, by its name",
+    "imprecise_pred": "matches mask predicates imprecisely",
+}
+
 #: Prefix of a knob name -> what the knob is about. The first that fits counts.
 AREAS: tuple[tuple[str, str], ...] = (
     ("-mha_fusion", "attention"),
@@ -189,12 +201,42 @@ def shipped_routes_json() -> str:
     return place.read_text(encoding="utf-8")
 
 
+@cache
+def _shipped_names() -> frozenset[str]:
+    return frozenset(
+        option["option"] for option in json.loads(shipped_routes_json())["tuner_options"]
+    )
+
+
+def _danger(name: str) -> str:
+    """How a knob can break the mathematics; empty for one that is not known to."""
+    if name in UNSAFE or name in _shipped_names():
+        return UNSAFE.get(name, "")
+    return next((why for part, why in UNSAFE_PARTS.items() if part in name), "")
+
+
+def unsafe_knobs(routes_json: str) -> dict[str, str]:
+    """The knobs of a list that stay out of the default catalog, each with the reason.
+
+    Raises:
+        InputError: As `read_build_routes`.
+    """
+    routes = read_build_routes(routes_json)[1] if routes_json.strip() else ()
+    return {knob.name: why for knob in routes if (why := _danger(knob.name))}
+
+
 def marked(knob: Knob) -> Knob:
-    """The knob with its help as a sentence and marks that say what to watch."""
+    """The knob with its help as a sentence and marks that say what to watch.
+
+    Knobs of the shipped list were sorted one by one; others go by their names, and are `new`.
+    """
     area = next(area for prefix, area in AREAS if knob.name.startswith(prefix))
     marks: tuple[str, ...] = (area,)
-    marks += ("precision",) if knob.name in PRECISION else ()
-    marks += ("unsafe",) if knob.name in UNSAFE else ()
+    new = knob.name not in _shipped_names()
+    by_name = new and any(part in knob.name for part in PRECISION_PARTS)
+    marks += ("precision",) if knob.name in PRECISION or by_name else ()
+    marks += ("unsafe",) if _danger(knob.name) else ()
+    marks += ("new",) if new else ()
     text = knob.help.strip().rstrip(".")
     return replace(knob, help=f"{text[:1].upper()}{text[1:]}.", marks=marks)
 
@@ -230,14 +272,14 @@ def make_catalog(
         compiler_version: TensorRT's version; with the tuner's it is the catalog's version.
         routes_json: `all_build_routes`; blank gives levers and precision only.
         levers: Names of the levers that act; None for all.
-        unsafe: Take in the knobs of `UNSAFE` too, marked as such.
+        unsafe: Take in the knobs that can break the mathematics too, marked as such.
         fp8: The precision knob has explicit float8 Q/DQ too.
 
     Raises:
         InputError: As `read_build_routes`.
     """
     tuner, routes = read_build_routes(routes_json) if routes_json.strip() else ("none", ())
-    knobs = [k for k in map(marked, routes) if unsafe or k.name not in UNSAFE]
+    knobs = [k for k in map(marked, routes) if unsafe or "unsafe" not in k.marks]
     acting = [k for k in LEVER_KNOBS if levers is None or k.name in set(levers)]
     precision = replace(PRECISION_KNOB, values=(*PRECISION_KNOB.values, "fp8"))
     everything = (precision if fp8 else PRECISION_KNOB, *acting, *knobs)

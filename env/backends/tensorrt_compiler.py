@@ -243,6 +243,7 @@ class Compiler:
         flags: str = "",
         levers: Mapping[str, str] | None = None,
         detailed: bool = False,
+        lenient: bool = False,
     ) -> Plan | BuildFailure:
         """Build a network once.
 
@@ -252,6 +253,7 @@ class Compiler:
             flags: Tokens for the environment variable `__LUNOWUD`; experimental.
             levers: Values of `LEVERS` that differ from their defaults.
             detailed: Let the engine tell its layers' kinds and tactics (`tensorrt_layers.py`).
+            lenient: Time what the cache lacks, though the settings require it.
 
         Raises:
             InputError: Both channels are used at once.
@@ -261,7 +263,7 @@ class Compiler:
                 "a route goes through build_route or through __LUNOWUD, not through both, since"
                 " which one wins is not published; choose channel=build_route or channel=lunowud"
             )
-        return self.compile_both(network, build_route, flags, levers or {}, detailed)
+        return self.compile_both(network, build_route, flags, levers or {}, detailed, lenient)
 
     def compile_both(
         self,
@@ -270,6 +272,7 @@ class Compiler:
         flags: str,
         levers: Mapping[str, str],
         detailed: bool = False,
+        lenient: bool = False,
     ) -> Plan | BuildFailure:
         """`compile` that lets both channels through, for `doctor` to see which one wins."""
         self._ear.clear()
@@ -279,6 +282,7 @@ class Compiler:
             if refusal:
                 return BuildFailure(Status.REFUSED, refusal)
         monitor = self._configure(config, network, levers)
+        self._load_timing_cache(config, require=self.settings.require_cache and not lenient)
         if detailed:
             config.profiling_verbosity = self.trt.ProfilingVerbosity.DETAILED
         with _flags_set(flags), captured_output() as printed:
@@ -297,10 +301,25 @@ class Compiler:
             return self._failure(printed, monitor)
         timings = self._save_timing_cache(config)
         data = bytes(serialized)
-        said = any(ROUTE_IN_USE in text for _, text in self._ear.lines)
-        silent = bool(build_route) and not said
-        warnings = ("no log line says that the build route is in use",) if silent else ()
+        warnings = self._doubts(build_route)
         return Plan(data, hashlib.sha256(data).hexdigest(), warnings, timings)
+
+    def _doubts(self, route: str) -> tuple[str, ...]:
+        """What the log leaves to doubt of a route's being in use."""
+        if not route:
+            return ()
+        said = [
+            text.partition(ROUTE_IN_USE)[2] for _, text in self._ear.lines if ROUTE_IN_USE in text
+        ]
+        if not said:
+            return ("no log line says that the build route is in use",)
+        used = said[-1].lstrip(": ").split()
+        missing = [token for token in route.split() if token not in used]
+        if missing:
+            return (
+                f"the log says that another build route is in use, without {' '.join(missing)}",
+            )
+        return ()
 
     def read_back(self, *routes: str) -> str:
         """What `build_route` reads after routes were set, in turn, on a fresh configuration."""
@@ -338,7 +357,6 @@ class Compiler:
             config.avg_timing_iterations = settings.avg_timing_iterations
         for name, value in levers.items():
             LEVERS[name](trt, config, value)
-        self._load_timing_cache(config)
         network.add_profile(self._builder, config)
         monitor = None
         if settings.deadline_seconds:
@@ -346,12 +364,12 @@ class Compiler:
             config.progress_monitor = monitor
         return monitor
 
-    def _load_timing_cache(self, config: Any) -> None:
+    def _load_timing_cache(self, config: Any, *, require: bool) -> None:
         path = self.settings.timing_cache
         if not self._keeps_timings:
             return
         config.set_flag(self.trt.BuilderFlag.EDITABLE_TIMING_CACHE)
-        if self.settings.require_cache:
+        if require:
             config.set_flag(self.trt.BuilderFlag.ERROR_ON_TIMING_CACHE_MISS)
         data = path.read_bytes() if path is not None and path.is_file() else b""
         cache = config.create_timing_cache(data)

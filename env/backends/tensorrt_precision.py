@@ -8,6 +8,7 @@ chosen here. Knows no builder and no accuracy gate. The steps are kept as those 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 #: A node that sees greater magnitudes on the selection inputs stays in float32. Half of float16's
 #: greatest number (65504), since other inputs can reach further than those seen.
 GREATEST = 32752.0
+
+#: The same for bfloat16: beyond its greatest number float32 has a little room left, in which masks
+#: are often written; rounded, they would be infinite, and a softmax over a row of them no number.
+GREATEST_BRAIN = 3.3895e38
 
 #: Operators that get explicit int8; the rest stays in float.
 INT8_OPERATORS = ("Conv", "MatMul", "Gemm")
@@ -152,7 +157,7 @@ def halve(
     Args:
         source: ONNX file.
         out: File to write.
-        inputs: Input sets that show which nodes would overflow float16.
+        inputs: Input sets that show which nodes would overflow 16 bits.
         brain: bfloat16 instead of float16.
         kept: Operators that stay in float32; the tool's own list when None.
     """
@@ -166,8 +171,8 @@ def halve(
         if not node.name or node.name in taken:
             node.name = f"{node.name or node.op_type}_{index}"
         taken.add(node.name)
-    # bfloat16 has float32's range: nothing needs to stay behind.
-    wide = [] if brain else _out_of_range(source, proto, out.with_name("ranges.onnx"), inputs)
+    greatest = GREATEST_BRAIN if brain else GREATEST
+    wide = _out_of_range(source, proto, out.with_name("ranges.onnx"), inputs, greatest)
     weights = {tensor.name: tensor for tensor in onnx.load(str(source)).graph.initializer}
     done = convert_float_to_float16(
         proto,
@@ -188,22 +193,31 @@ def halve(
 
 
 def _out_of_range(
-    source: Path, proto: onnx.ModelProto, scratch: Path, inputs: Sequence[Tensors]
+    source: Path,
+    proto: onnx.ModelProto,
+    scratch: Path,
+    inputs: Sequence[Tensors],
+    greatest: float,
 ) -> list[str]:
-    """Names of the nodes that see magnitudes float16 could not hold."""
+    """Names of the nodes that see magnitudes beyond the greatest."""
     from onnx import TensorProto, numpy_helper
 
     operators = sorted({node.op_type for node in proto.graph.node})
     found = tensor_ranges(source, scratch, operators, inputs)
     wide = set()
     for name in found.keys():  # noqa: SIM118  (its own class, not a dictionary)
-        if _greatest(*found[name].range_value) > GREATEST:
+        if _is_beyond(_greatest(*found[name].range_value), greatest):
             wide.add(name)
     for tensor in proto.graph.initializer:
         if tensor.data_type == TensorProto.FLOAT:
-            if _greatest(numpy_helper.to_array(tensor)) > GREATEST:
+            if _is_beyond(_greatest(numpy_helper.to_array(tensor)), greatest):
                 wide.add(tensor.name)
     return [n.name for n in proto.graph.node if wide & {*n.input, *n.output}]
+
+
+def _is_beyond(magnitude: float, greatest: float) -> bool:
+    """Whether a tensor is too wide; an infinity is one in bfloat16 too."""
+    return magnitude > greatest and not (math.isinf(magnitude) and greatest == GREATEST_BRAIN)
 
 
 def _greatest(*arrays: Any) -> float:

@@ -33,7 +33,12 @@ def test_doctor_on_the_fake(trt: FakeTensorRT, tiny: Model, tmp_path: Path) -> N
     found = {c["check"]: c for c in run_checks("tensorrt", tiny, tmp_path)}
     assert found["set and read back a route"]["status"] == "pass"
     assert found["accuracy against ONNX Runtime"]["status"] == "pass"
-    assert "byte-identical" in found["timing cache"]["detail"]
+    cached = found["timing cache"]["detail"]
+    assert "s and byte-identical" in cached
+    assert "a route is served by the default's cache" in cached
+    trt.keyed_by_route = True
+    found = {c["check"]: c for c in run_checks("tensorrt", tiny, tmp_path / "keyed")}
+    assert "a route misses the default's cache" in found["timing cache"]["detail"]
     assert "reads back" in found["unknown knob"]["detail"]
     trt.inert.add("-kgen:tiling=0")
     found = {c["check"]: c for c in run_checks("tensorrt", tiny, tmp_path)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from routepilot.env.errors import TableError
 from routepilot.env.liveness_pool import Found
 from routepilot.env.liveness_table import (
+    FIELDS,
+    METADATA_KEY,
     LivenessCard,
     LivenessTable,
     describe_liveness,
@@ -20,6 +23,7 @@ from routepilot.env.liveness_table import (
     merge_liveness,
     save_liveness,
 )
+from routepilot.env.liveness_words import in_words
 
 CHANGES = ("-kgen:tiling=0", "-kgen:tiling=1", "-mha_fusion:v2=off", "-cask6:w2c_mode=1")
 
@@ -118,6 +122,45 @@ def test_summary_counts_by_model_reason_target_and_rule() -> None:
     assert (pair["models"], pair["same"], pair["differ"]) == (1, 0, 2)
     assert facts["refused_models"] == [{"name": "two", "target": "12.0", "reason": "no kernel"}]
     assert facts["seconds"] == pytest.approx(5.0)
+
+
+def test_words_are_of_these_figures() -> None:
+    lines = in_words(describe_liveness(small()))
+    assert lines[0].startswith("2 models, targets 8.9 and 12.0: 8 changes compiled by RTX 1 in")
+    assert lines[0].endswith("3 changed the engine, 3 left it byte-identical, 2 gave none.")
+    assert (
+        "4 single changes 1 act on the median model (1 to 1), of the 3 knobs 1 (1 to 1)" in lines[1]
+    )
+    assert "1 of the 3 knobs changed no engine" in lines[2]
+    assert "-mha_fusion:v2 (2), -kgen:tiling (1)." in lines[2]
+    assert lines[3].startswith("Targets 8.9 and 12.0 agree on 0 of 2 outcomes; most apart: ")
+    assert lines[-1].startswith("The operator rule ruled out 2, of which 1 changed an engine")
+    assert in_words(describe_liveness(small(found={}))) == []
+
+
+#: The datasheet of this checkout.
+DATASHEET = Path(__file__).resolve().parents[2] / "docs" / "table.md"
+
+
+def test_every_column_is_in_the_datasheet() -> None:
+    text = DATASHEET.read_text(encoding="utf-8")
+    section = text.partition("## Liveness\n")[2].partition("\n## ")[0]
+    assert section
+    for name, _, _ in FIELDS:
+        assert f"`{name}`" in section
+    assert f"`{METADATA_KEY.decode()}`" in section
+
+
+def test_the_datasheet_holds_what_the_released_table_says() -> None:
+    from routepilot.training.defaults import released_liveness
+
+    table = released_liveness()
+    if table is None:
+        pytest.skip("no liveness table is released in this checkout")
+    said = " ".join(DATASHEET.read_text(encoding="utf-8").replace("`", "").split())
+    lines = in_words(describe_liveness(table))
+    wanted = textwrap.fill(" ".join(lines), 100, break_on_hyphens=False, break_long_words=False)
+    assert all(line in said for line in lines), f"the datasheet must say:\n{wanted}"
 
 
 def test_rule_that_is_broken_is_told() -> None:

@@ -20,9 +20,16 @@ from routepilot.env.backends import load_backend
 from routepilot.env.backends.base import BuildFailure
 from routepilot.env.errors import MissingExtraError
 from routepilot.env.liveness import live
+from routepilot.env.liveness_table import (
+    LivenessCard,
+    LivenessTable,
+    load_liveness,
+    save_liveness,
+)
 from routepilot.env.models import Model
-from routepilot.training import cli
+from routepilot.training import cli, defaults
 from routepilot.training.inputs import prepare_model
+from routepilot.training.manifest import manifest
 
 needs_rtx = pytest.mark.skipif(
     find_spec("tensorrt_rtx_bindings") is None, reason="the extra rtx is not installed"
@@ -74,6 +81,8 @@ def test_tune_on_the_fake_wins_and_says_how_trtexec_builds_it(
     assert result["speedup"] > 1.3
     assert result["manifest"]["stray_flags"] == "-stray=1"
     assert "a fake timer" in result["trials"][0]["reason"]  # an engine's notes are kept
+    # No build of another process can run between two blocks of a measurement.
+    assert all(fake_tensorrt.WHOLE in trial["reason"] for trial in result["trials"])
     assert result["trtexec"] == (
         "trtexec --onnx=deploy/model.onnx --timingCacheFile=deploy/timing.cache --avgTiming=1"
         " --setBuildRoute=-kgen:tiling=0 --saveEngine=rebuilt.plan"
@@ -129,6 +138,27 @@ def test_compare_says_how_trtexec_builds_each_answer(tiny_file: Path, tmp_path: 
     assert rows["default"]["trtexec"].endswith("--timingCacheFile=work/timing.cache --avgTiming=1")
     shown = routepilot(*words, *chosen).stdout.replace("\n", "")
     assert f"fast by trtexec: {rows['fast']['trtexec']}" in shown
+
+
+def test_a_winner_is_built_again_from_the_timings_beside_it(
+    tiny_file: Path, tmp_path: Path
+) -> None:
+    """What the guide says of a replay, from `deploy/` of one run into another."""
+    first = tmp_path / "first"
+    words = ("tune", str(tiny_file), "--agent", "fast", "--max-builds", "1", "--json")
+    chosen = ("--expression", "-kgen:tiling=[0]")
+    won = tuned(routepilot(*words, *chosen, *FAKE, "-o", str(first)))
+    assert won["route"] == "-kgen:tiling=0"
+    kept = first / "deploy" / "timing.cache"
+    replay = ("-O", "timing_cache=replay", "-O", f"cache_file={kept}")
+    again = tuned(routepilot(*words, *chosen, *FAKE, "-o", str(tmp_path / "again"), *replay))
+    assert again["trials"][0]["engine_hash"] == won["trials"][0]["engine_hash"]
+    # What those timings do not hold cannot be built: here the file in another precision.
+    other = ("--expression", "-precision=[int8]")
+    lost = tuned(routepilot(*words, *other, *FAKE, "-o", str(tmp_path / "other"), *replay))
+    (trial,) = lost["trials"]
+    assert trial["status"] == "build_failed"
+    assert "timing cache miss" in trial["reason"]
 
 
 def test_equal_bytes_are_measured_once_over_runs(tiny_file: Path, tmp_path: Path) -> None:
@@ -274,6 +304,13 @@ def test_without_tensorrt_the_extra_is_named(tiny_file: Path, tmp_path: Path) ->
     found = {check["check"]: check["status"] for check in json.loads(done.stdout)}
     assert found["import"] == "fail"
     assert found["timing A/A"] == found["a run goes on where it was"] == "unavailable"
+    # For people: the same checks, a line each, with what to do.
+    lines = routepilot("doctor", "--backend", "tensorrt").stdout.splitlines()
+    assert [line.split(None, 1)[0] for line in lines] == list(found.values())
+    for line, check in zip(lines, found, strict=True):
+        assert f"{check}: " in line
+    assert "routepilot[tensorrt]" in next(line for line in lines if line.startswith("fail"))
+    assert all("[to do: " in line for line in lines if line.startswith("unavailable"))
 
 
 @needs_rtx
@@ -309,6 +346,12 @@ def test_an_own_engine_is_run_and_timed(
     assert shown["notes"] == ["a fake timer"]
 
 
+def trials(done: subprocess.CompletedProcess[str], out: Path) -> list[str]:
+    """Routes of a run that was told to speak, in the order built."""
+    assert done.returncode == 0, done.stderr
+    return [trial["route"] for trial in json.loads((out / "result.json").read_text())["trials"]]
+
+
 def test_live_knobs_come_first_in_coordinate_descent(tiny_file: Path, tmp_path: Path) -> None:
     """A sweep by TensorRT-RTX of the same model orders the walk of TensorRT's knobs."""
     cache = tmp_path / "cache"
@@ -318,11 +361,113 @@ def test_live_knobs_come_first_in_coordinate_descent(tiny_file: Path, tmp_path: 
     except MissingExtraError:
         pytest.skip("the extra rtx is not installed")
     done = routepilot(
-        *("tune", str(tiny_file), *FAKE, "-o", str(tmp_path / "out"), "--max-builds", "2"),
-        *("--json", "--agent", "recentred"),
+        *("tune", str(tiny_file), *FAKE, "-o", str(tmp_path / "out"), "--max-builds", "5"),
+        *("--agent", "recentred"),
         XDG_CACHE_HOME=str(cache),
     )
-    assert [t["route"] for t in tuned(done)["trials"]][0] == "-kgen:tiling=0"
+    routes = trials(done, tmp_path / "out")
+    # The precision of the file comes before every knob.
+    assert routes[:3] == ["-precision=fp16", "-precision=bf16", "-precision=int8"]
+    assert routes[3].endswith("-kgen:tiling=0")
+    assert "1 knobs that `routepilot live` found live come first" in " ".join(done.stderr.split())
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A liveness table of one model: `-conv_lowering` acts, tiling and a tactic do not."""
+    changes = ("-conv_lowering=off", "-kgen:tiling=0", "-kgen:tiling=1", "-cask:fp16_acc=off")
+    made = {
+        c: {"hash": c if c == changes[0] else "", "bytes": "1", "seconds": "1"} for c in changes
+    }
+    answers = {"": {"hash": "d", "bytes": "1", "seconds": "1"}} | {
+        change: {**answer, "hash": answer["hash"] or "d"} for change, answer in made.items()
+    }
+    operators = ("Conv", "Flatten", "GlobalAveragePool", "MatMul", "Relu")
+    card = LivenessCard("net", "f" * 64, "net", "train", True, operators, True)
+    table = LivenessTable("RTX 1", changes, (card,), {(card.fingerprint, "8.9"): answers})
+    save_liveness(table, tmp_path / "liveness.parquet")
+    return tmp_path / "liveness.parquet"
+
+
+LIVENESS = ("--backend", "fake_tensorrt:make_with_liveness")
+
+
+def test_a_released_liveness_table_orders_the_walk_and_masks_nothing(
+    corpus: Path, tiny_file: Path, tmp_path: Path
+) -> None:
+    done = routepilot(
+        *("tune", str(tiny_file), *LIVENESS, "-o", str(tmp_path / "out"), "--max-builds", "40"),
+        *("--agent", "recentred", "-O", "optimization_level=3"),
+        FAKE_LIVENESS=str(corpus),
+    )
+    changes = [set(route.split()) for route in trials(done, tmp_path / "out")]
+
+    def first(change: str) -> int:
+        return next(i for i, route in enumerate(changes) if change in route)
+
+    order = ("-precision=fp16", "-conv_lowering=off", "-tf32=off", "-cask:fp16_acc=off")
+    places = [first(change) for change in (*order, "-kgen:tiling=0")]
+    assert places == sorted(places)  # what is likely, levers, what RTX cannot judge, what is not
+    said = " ".join(done.stderr.split())
+    assert "1 knobs that changed no engine of 1 corpus models" in said
+    # The other agents are told of it no more than trtexec would be.
+    words = ("tune", str(tiny_file), *LIVENESS, "-o", str(tmp_path / "fast"), "--max-builds", "1")
+    done = routepilot(*words, "--agent", "fast", FAKE_LIVENESS=str(corpus))
+    assert trials(done, tmp_path / "fast") == ["-cask:fp16_acc=off"]
+    assert "corpus models" not in done.stderr
+
+
+def test_knobs_names_what_is_left_out_and_where_knobs_act(corpus: Path) -> None:
+    shown = routepilot("knobs", *LIVENESS, FAKE_LIVENESS=str(corpus), COLUMNS="200")
+    assert shown.returncode == 0, shown.stderr
+    assert "1 knobs that can break the mathematics are left out (-O unsafe=on" in shown.stdout
+    assert "-mha_fusion:v2:causal_mask asserts a causal mask" in shown.stdout
+    assert "2 of these knobs changed no engine of 1 corpus models in RTX 1" in shown.stdout
+    assert "1 of them belong to what it leaves to run time" in shown.stdout
+    rows = json.loads(routepilot("knobs", *LIVENESS, "--json", FAKE_LIVENESS=str(corpus)).stdout)
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["-conv_lowering"]["corpus_live"] == by_name["-kgen:tiling"]["corpus_models"] == 1
+    assert by_name["-kgen:tiling"]["corpus_live"] == 0
+    assert "corpus_live" not in by_name["-precision"]
+    unsafe = routepilot("knobs", *LIVENESS, "-O", "unsafe=on", FAKE_LIVENESS=str(corpus))
+    assert "left out" not in unsafe.stdout
+
+
+@needs_rtx
+def test_live_gives_the_compilers_words_and_the_corpus(
+    corpus: Path,
+    tiny_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(defaults, "released_liveness", lambda: load_liveness(corpus))
+    knobs = "-kgen:tiling,-formats:reduce_dop,-slice_fusion"
+    words = ["routepilot", "live", str(tiny_file), "--knobs", knobs, "--jobs", "1", "--quiet"]
+
+    def shown(*more: str) -> str:
+        monkeypatch.setattr(sys, "argv", [*words, "--cache", str(tmp_path), *more])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert not stop.value.code
+        return capsys.readouterr().out
+
+    text = " ".join(shown().split())
+    assert "-kgen:tiling=0" in text
+    assert "on 0 of 1 models" in text
+    assert "1 changes fail" in text
+    assert "Myelin" in text
+    assert "2 changes leave the engine as it is" in text
+    assert "-cask*, -tactic:* and much of -mha_fusion:v2:*" in text
+    data = json.loads(shown("--json"))
+    assert (data["corpus_models"], data["corpus_live"]) == (1, {"-kgen:tiling=0": 0})
+
+
+def test_stray_flags_are_in_every_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("__LUNOWUD", "-stray=1")
+    assert manifest()["stray_flags"] == "-stray=1"
+    monkeypatch.delenv("__LUNOWUD")
+    assert "stray_flags" not in manifest()
 
 
 def test_a_strangers_engine_is_refused(tmp_path: Path) -> None:

@@ -76,6 +76,18 @@ def test_silent_library_is_reported(trt: FakeTensorRT, tiny: Model, tmp_path: Pa
     assert engine.notes == ["no log line says that the build route is in use"]
 
 
+def test_another_route_in_use_is_reported(trt: FakeTensorRT, tiny: Model, tmp_path: Path) -> None:
+    trt.used = "-conv_lowering=off"
+    engine = build(tiny, "-conv_lowering=off -kgen:tiling=0", tmp_path)
+    assert isinstance(engine, TensorRtEngine)
+    said = "the log says that another build route is in use, without -kgen:tiling=0"
+    assert engine.notes == [said]
+    trt.used = "-conv_lowering=off -kgen:tiling=0 -peep:max=0"
+    engine = build(tiny, "-conv_lowering=off -kgen:tiling=0", tmp_path)
+    assert isinstance(engine, TensorRtEngine)
+    assert engine.notes == []
+
+
 def test_failure_keeps_the_compilers_words(trt: FakeTensorRT, tiny: Model, tmp_path: Path) -> None:
     trt.broken = {
         "-kgen:tiling=0": "Error Code 1: CHECK(x)\nfailed",
@@ -86,6 +98,10 @@ def test_failure_keeps_the_compilers_words(trt: FakeTensorRT, tiny: Model, tmp_p
     built = build(tiny, "-kgen:tiling=1", tmp_path)
     assert isinstance(built, BuildFailure)
     assert built.status is Status.OUT_OF_MEMORY
+    # What only the error recorder is told.
+    trt.recorded["-conv_lowering=off"] = "INVALID_CONFIG: workspace too small"
+    built = build(tiny, "-conv_lowering=off", tmp_path)
+    assert built == BuildFailure(Status.BUILD_FAILED, "INVALID_CONFIG: workspace too small")
 
 
 def test_illegal_combination_is_refused(trt: FakeTensorRT, tiny: Model, tmp_path: Path) -> None:
@@ -121,6 +137,17 @@ def test_stray_flags_are_kept_out(
     assert os.environ["__LUNOWUD"] == "-stray=1"
 
 
+def test_the_second_channel_is_marked_experimental(
+    trt: FakeTensorRT, tiny: Model, tmp_path: Path
+) -> None:
+    engine = build(tiny, "-kgen:tiling=0", tmp_path, channel="lunowud")
+    assert isinstance(engine, TensorRtEngine)
+    assert engine.notes == ["its flags went through __LUNOWUD, which is experimental"]
+    plain = build(tiny, "", tmp_path, channel="lunowud")
+    assert isinstance(plain, TensorRtEngine)
+    assert plain.notes == []
+
+
 def test_both_channels_are_refused(trt: FakeTensorRT, tiny: Model) -> None:
     compiler = Compiler(find_module("tensorrt"))
     network = compiler.parse(tiny.path, {})
@@ -131,13 +158,47 @@ def test_both_channels_are_refused(trt: FakeTensorRT, tiny: Model) -> None:
 def test_timing_cache_is_shared_or_fresh(trt: FakeTensorRT, tiny: Model, tmp_path: Path) -> None:
     build(tiny, "", tmp_path, timing_cache="fresh")
     assert not (tmp_path / "timing.cache").exists()
+    taken = trt.timed
+    assert taken > 0
     build(tiny, "", tmp_path)
-    assert (tmp_path / "timing.cache").read_bytes() == b"cache of this device"
-    build(tiny, "", tmp_path, timing_cache="replay")
-    assert {"EDITABLE_TIMING_CACHE", "ERROR_ON_TIMING_CACHE_MISS"} <= trt.built[-1].flags
+    assert "EDITABLE_TIMING_CACHE" in trt.built[-1].flags
+    assert (tmp_path / "timing.cache").read_bytes().startswith(fake_tensorrt.CACHE)
+    assert trt.timed == 2 * taken
+    build(tiny, "-kgen:tiling=0", tmp_path)
+    assert trt.timed == 2 * taken  # trials share what was timed
     (tmp_path / "timing.cache").write_bytes(b"of another GPU")
     with pytest.raises(InputError, match=r"timing cache .* does not fit"):
         build(tiny, "", tmp_path)
+
+
+def test_a_winner_is_replayed_from_its_timings_and_a_miss_is_told(
+    trt: FakeTensorRT, tiny: Model, tmp_path: Path
+) -> None:
+    trt.keyed_by_route = True
+    winner = build(tiny, "-kgen:tiling=0", tmp_path)
+    assert isinstance(winner, TensorRtEngine)
+    kept = tmp_path / "kept.cache"
+    kept.write_bytes(winner._plan.timing_cache)
+    before, taken = kept.read_bytes(), trt.timed
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    replay = {"timing_cache": "replay", "cache_file": str(kept)}
+    again = build(tiny, "-kgen:tiling=0", elsewhere, **replay)
+    assert isinstance(again, TensorRtEngine)
+    assert again.hash == winner.hash
+    assert "ERROR_ON_TIMING_CACHE_MISS" in trt.built[-1].flags
+    assert trt.timed == taken  # nothing was timed anew
+    missed = build(tiny, "-kgen:tiling=1", elsewhere, **replay)
+    assert isinstance(missed, BuildFailure)
+    assert missed.status is Status.BUILD_FAILED
+    assert "timing cache miss" in missed.reason
+    # The default, against which a winner is measured, is timed anew where it must be, and says so.
+    default = build(tiny, "", elsewhere, **replay)
+    assert isinstance(default, TensorRtEngine)
+    assert default.notes == ["the timing cache lacks the default route, which was timed anew"]
+    assert "ERROR_ON_TIMING_CACHE_MISS" not in trt.built[-1].flags
+    assert kept.read_bytes() == before
+    assert not (elsewhere / "timing.cache").exists()
 
 
 def test_finalists_are_built_from_fresh_timings(
@@ -145,12 +206,12 @@ def test_finalists_are_built_from_fresh_timings(
 ) -> None:
     """What a search timed shapes no finalist, unless that is asked for."""
     for kind, shared in (("shared", False), ("always-shared", True)):
-        (tmp_path / "timing.cache").write_bytes(b"cache of this device")
+        (tmp_path / "timing.cache").write_bytes(fake_tensorrt.CACHE)
         backend = TensorRtBackend("tensorrt", {"timing_cache": kind})
         backend.confirming()
         built = backend.build(tiny, backend.catalog().parse(""), tmp_path)
         assert isinstance(built, TensorRtEngine)
-        assert (trt.built[-1].given == b"cache of this device") is shared
+        assert (trt.built[-1].given == fake_tensorrt.CACHE) is shared
         assert built._plan.timing_cache  # and what was timed can be kept beside the engine
 
 
@@ -160,17 +221,6 @@ def test_fixed_level_is_no_knob(trt: FakeTensorRT, tiny: Model, tmp_path: Path) 
     assert "-tiling_optimization_level" in backend.catalog()
     backend.build(tiny, backend.catalog().parse(""), tmp_path)
     assert vars(trt.built[-1])["builder_optimization_level"] == 4
-
-
-def test_replay_uses_the_named_file_and_leaves_it(
-    trt: FakeTensorRT, tiny: Model, tmp_path: Path
-) -> None:
-    kept = tmp_path / "kept.cache"
-    kept.write_bytes(b"cache of this device")
-    build(tiny, "", tmp_path, timing_cache="replay", cache_file=str(kept))
-    assert "ERROR_ON_TIMING_CACHE_MISS" in trt.built[-1].flags
-    assert trt.built[-1].given == b"cache of this device"
-    assert not (tmp_path / "timing.cache").exists()
 
 
 def test_limits_of_pools_reach_the_builder(trt: FakeTensorRT, tiny: Model, tmp_path: Path) -> None:

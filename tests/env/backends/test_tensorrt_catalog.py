@@ -39,6 +39,36 @@ def test_catalog_reads_values_marks_and_masks() -> None:
     assert "one layout" in (catalog.objection(both) or "")
 
 
+def test_knobs_of_another_tuner_are_sorted_by_their_names() -> None:
+    """The list is the machine's: what no one has sorted by hand is marked so, and not trusted."""
+    names = ("-mha_fusion:v3:causal_mask", "-gemm:fp32_acc", "-kgen:brand_new", "-slice:ignore_io")
+    options = [
+        {"option": n, "allowed_values": f"{n}=[on|off]", "default_value": "off", "help": "h"}
+        for n in (*names, "-kgen:tiling")
+    ]
+    routes = json.dumps({"tuner_version": "3.0", "tuner_options": options})
+    catalog = knobs.make_catalog("tensorrt", "11.9", routes)
+    kept = {k.name: k.marks for k in catalog.knobs if knobs.is_build_route_knob(k.name)}
+    assert set(kept) == {"-gemm:fp32_acc", "-kgen:brand_new", "-kgen:tiling"}
+    assert {"precision", "new"} <= set(kept["-gemm:fp32_acc"])
+    assert "new" in kept["-kgen:brand_new"]
+    assert "new" not in kept["-kgen:tiling"]
+    assert knobs.unsafe_knobs(routes) == {
+        "-mha_fusion:v3:causal_mask": "asserts a causal mask",
+        "-slice:ignore_io": "drops a check, by its name",
+    }
+    assert knobs.unsafe_knobs("") == {}
+
+
+def test_the_shipped_list_is_sorted_by_hand_alone() -> None:
+    assert knobs.unsafe_knobs(knobs.shipped_routes_json()) == {
+        name: knobs.UNSAFE[name] for name in (k.name for k in known_knobs()) if name in knobs.UNSAFE
+    }
+    assert len(knobs.UNSAFE) == 11
+    marked = [k for k in map(knobs.marked, known_knobs()) if "precision" in k.marks]
+    assert {k.name for k in marked} == knobs.PRECISION
+
+
 def test_unsafe_and_precision_knobs_exist() -> None:
     names = {k.name for k in knobs.read_build_routes(knobs.shipped_routes_json())[1]}
     assert set(knobs.UNSAFE) <= names

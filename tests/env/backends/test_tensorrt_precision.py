@@ -12,7 +12,7 @@ import fake_tensorrt
 import numpy as np
 import onnxruntime
 import pytest
-from onnx import TensorProto, checker, load, numpy_helper, save
+from onnx import TensorProto, checker, helper, load, numpy_helper, save
 
 from routepilot.env.backends import load_backend
 from routepilot.env.backends.base import BuildFailure
@@ -50,6 +50,38 @@ def test_bfloat16_is_a_valid_model(transformer: Model, tmp_path: Path) -> None:
     source = next(t for t in load(str(transformer.path)).graph.initializer if t.name == brain.name)
     given = numpy_helper.to_array(brain).astype(np.float32)
     np.testing.assert_allclose(given, numpy_helper.to_array(source), rtol=2**-8)
+
+
+def test_bfloat16_leaves_masks_at_the_edge_of_float32_alone(tmp_path: Path) -> None:
+    """Rounded to bfloat16, the lowest float32 would be minus infinity."""
+    lowest = np.finfo(np.float32).min
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["h"]),
+            helper.make_node("Where", ["m", "h", "low"], ["s"]),
+            helper.make_node("Softmax", ["s"], ["y"]),
+        ],
+        "masked",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 8])],
+        [
+            numpy_helper.from_array(np.eye(8, dtype=np.float32), "w"),
+            numpy_helper.from_array(np.array([[True] * 8, [False] * 8]), "m"),
+            numpy_helper.from_array(np.array([lowest], np.float32), "low"),
+        ],
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    save(helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "masked.onnx")
+    model = prepare(tmp_path / "masked.onnx", cache=tmp_path)
+    (tmp_path / "scratch").mkdir()
+    proto = load(str(variant(model, "bf16", tmp_path, tmp_path / "scratch").path))
+    checker.check_model(proto)
+    kinds = {t.name: t.data_type for t in proto.graph.initializer}
+    assert kinds["low"] == TensorProto.FLOAT
+    assert kinds["w"] == TensorProto.BFLOAT16
+    assert np.isinf(
+        (bfloat16_bits(np.array([lowest], np.float32)).astype(np.uint32) << 16).view("f")
+    )
 
 
 def test_int8_is_explicit_and_close(tiny: Model, tmp_path: Path) -> None:

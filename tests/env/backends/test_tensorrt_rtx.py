@@ -93,6 +93,66 @@ def test_rtx_limits(tiny: Model, tmp_path: Path) -> None:
 
 
 @needs_rtx
+def test_rtx_reads_external_weights_and_dynamic_shapes(
+    rtx: Compiler, tiny: Model, tmp_path: Path
+) -> None:
+    """The same network, its weights in a file beside it and its batch open: the real parser."""
+    plain = rtx.compile(rtx.parse(tiny.path, {}))
+    assert isinstance(plain, Plan)
+    save(
+        load(str(tiny.path)),
+        tmp_path / "outside.onnx",
+        save_as_external_data=True,
+        location="outside.data",
+        size_threshold=0,
+    )
+    assert (tmp_path / "outside.data").stat().st_size > 1000
+    outside = rtx.compile(rtx.parse(tmp_path / "outside.onnx", {}))
+    assert isinstance(outside, Plan)
+    assert outside.data == plain.data
+    (tmp_path / "outside.data").unlink()
+    with pytest.raises(ModelError, match=r"cannot parse outside\.onnx"):
+        rtx.parse(tmp_path / "outside.onnx", {})
+    proto = load(str(tiny.path))
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "batch"
+    proto.graph.output[0].type.tensor_type.shape.dim[0].dim_param = "batch"
+    save(proto, tmp_path / "open.onnx")
+    shape = tiny.inputs[0].shape
+    fixed = rtx.compile(rtx.parse(tmp_path / "open.onnx", {"x": shape}))
+    larger = rtx.compile(rtx.parse(tmp_path / "open.onnx", {"x": (4, *shape[1:])}))
+    assert isinstance(fixed, Plan), fixed.reason
+    assert isinstance(larger, Plan), larger.reason
+    assert fixed.data != larger.data  # the profile is part of the engine
+    with pytest.raises(ModelError, match="--shape x="):
+        rtx.compile(rtx.parse(tmp_path / "open.onnx", {}))
+
+
+@needs_rtx
+def test_rtx_parser_errors_are_told_one_by_one(rtx: Compiler, tiny: Model, tmp_path: Path) -> None:
+    proto = load(str(tiny.path))
+    for place in (1, -1):
+        proto.graph.node[place].op_type, proto.graph.node[place].domain = "Nonsense", "nowhere"
+        proto.graph.node[place].name = f"bad{place % len(proto.graph.node)}"
+    save(proto, tmp_path / "bad.onnx")
+    with pytest.raises(ModelError) as refused:
+        rtx.parse(tmp_path / "bad.onnx", {})
+    assert str(refused.value).count("(Nonsense)") == 2
+    assert "bad1" in str(refused.value)
+    assert f"bad{len(proto.graph.node) - 1}" in str(refused.value)
+
+
+@needs_rtx
+def test_rtx_tells_the_error_recorder_alone(tiny: Model) -> None:
+    """Limits reach the compiler, and what no log line says becomes the reason."""
+    settings = Settings(compute_capability="8.9", workspace_bytes=1, tactic_shared_bytes=1)
+    tight = Compiler(find_module("tensorrt_rtx"), settings)
+    built = tight.compile(tight.parse(tiny.path, {}))
+    assert isinstance(built, BuildFailure)
+    assert "tacticMaxShmemSize" in built.reason
+    assert not [text for severity, text in tight._ear.lines if "ERROR" in severity]
+
+
+@needs_rtx
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "int8"])
 def test_rtx_takes_every_precision(
     tiny: Model, transformer: Model, tmp_path: Path, precision: str
