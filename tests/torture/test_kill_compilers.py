@@ -144,6 +144,39 @@ def test_killed_at_any_moment(
     report(f"kill {course.name} on {backend}", **killer.figures())
 
 
+def live(model: Path, place: Path) -> Course:
+    """TensorRT-RTX compiles without a GPU; it can time nothing there, so only `live` runs on it."""
+    knobs = "-kgen:tiling,-mha_fusion:v2"
+
+    def facts(out: Path, text: str) -> dict[str, Any]:
+        keys = ("changes", "live", "identical", "failed", "refused", "distinct_engines")
+        return {key: json.loads(text)[key] for key in keys}
+
+    def left(out: Path) -> None:
+        assert not drafts(place)
+        assert not [p.name for p in (place / "tmp").iterdir() if p.name != ORT_SESSION]
+
+    return Course(
+        "live",
+        lambda out, seed: ["live", model, "--cache", out, "--knobs", knobs, "--json"],
+        lambda word: word,
+        facts,
+        left,
+        seeds=1,
+        ending=ENDING,
+    )
+
+
+def test_compiles_of_tensorrt_rtx_killed_at_any_moment(place: Path, tiny_file: Path) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings")
+    kills = size("kills_of_rtx", 2, 40)
+    with warm(place) as begin:
+        rng = random.Random(size("seed", 13, 13))
+        killer = Killer(live(tiny_file, place), place, begin, {"parent": kills}, rng)
+        killer.kill_all()
+    report("kill live on tensorrt_rtx", **killer.figures())
+
+
 @pytest.mark.compiler
 def test_an_inductor_build_killed_under_way_is_made_again(place: Path) -> None:
     torch = pytest.importorskip("torch")
