@@ -17,10 +17,10 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
-# The long versions of tests/torture, about an hour on two cores; figures in docs/reliability.md.
+# The long versions of tests/torture, an hour or more on two cores; figures in docs/reliability.md.
 torture: $(VENV)/.torture
 	TORTURE=1 TORTURE_REPORT=runs/torture.jsonl $(BIN)/python -m pytest tests/torture
-	for reader in routes expressions tuning_caches knob_lists shapes limits; do \
+	for reader in routes expressions tuning_caches knob_lists shapes limits settings; do \
 		$(BIN)/python tests/torture/coverage_guided.py $$reader -runs=20000 -max_len=2048 \
 		|| exit 1; done
 

@@ -126,17 +126,20 @@ def read_tuning_cache(path: Path) -> TuningCache:
     try:
         header = json.loads(lines[0])
         tuner, expression = str(header["tuner_version"]), str(header["tuning_expr"])
-    except (IndexError, ValueError, KeyError, TypeError):
+        threshold = float((header.get("accuracy_parameter") or {}).get("epsilon") or 0.0)
+        onnx = str((header.get("files") or {}).get("onnx", ""))
+    except (IndexError, ValueError, KeyError, TypeError, AttributeError):
         raise TableError(
             f"{str(path)!r} is not a tuning cache of trtexec: its first line must be a JSON object"
-            " with tuner_version and tuning_expr; give the file named by --tuningCacheFile"
+            " with tuner_version and tuning_expr, and with objects where it has files or"
+            " accuracy_parameter; give the file named by --tuningCacheFile"
         ) from None
     rows: list[Row] = []
     notes: list[str] = []
     for number, line in enumerate(lines[1:], start=2):
         try:
             rows.append(_row(json.loads(line), rows))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             if number < len(lines):
                 raise TableError(
                     f"tuning cache {str(path)!r} is damaged in line {number}"
@@ -145,15 +148,14 @@ def read_tuning_cache(path: Path) -> TuningCache:
             notes.append("the last line is cut off and was left out")
     names = {theirs: ours for ours, theirs in ALGORITHMS.items()}
     algorithm = str(header.get("accuracy_algorithm", "L0"))
-    parameters = header.get("accuracy_parameter") or {}
     return TuningCache(
         tuner_version=tuner,
         algorithm=names.get(algorithm, algorithm),
-        threshold=float(parameters.get("epsilon") or 0.0),
+        threshold=threshold,
         search=str(header.get("searching_algorithm", "fast")),
         expression=expression,
         default_route=str(header.get("default_build_route", "")),
-        onnx=str((header.get("files") or {}).get("onnx", "")),
+        onnx=onnx,
         rows=tuple(rows),
         notes=tuple(notes),
     )

@@ -48,9 +48,10 @@ def run_demo(
         as_json: Print JSON instead of the table, and nothing else.
 
     Raises:
+        InputError: A negative number of builds.
         MissingExtraError: The demo's model is not installed.
     """
-    start = time.monotonic()
+    start, budget = time.monotonic(), Budget(max_builds)
     entry = zoo.entry(MODEL)
     missing = zoo.available(entry)
     if missing is not None:
@@ -88,7 +89,7 @@ def run_demo(
         rows = compare(
             named,
             AGENTS,
-            Budget(max_builds),
+            budget,
             SessionConfig(),
             folder,
             policy=str(trained.path),

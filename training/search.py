@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from routepilot.agents.base import Agent, Expecting, Reasoned
+from routepilot.env.errors import InputError
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import DEFAULT_ROUTE, Route
 from routepilot.training.session import Session
@@ -36,11 +37,18 @@ class Budget:
         max_seconds: Seconds of building and measuring, or None.
         min_gain: Stop once the agent expects less of the next build than this log speed-up; None
             never does. Only an agent that is `Expecting` can be stopped so.
+
+    Raises:
+        InputError: A negative number of builds.
     """
 
     max_builds: int
     max_seconds: float | None = None
     min_gain: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_builds < 0:
+            raise InputError(f"{self.max_builds} builds are not allowed; give 0 or more")
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,13 @@ def test_row_with_a_knob_of_nowhere(tmp_path: Path) -> None:
         ("PK\x03\x04", "not a tuning cache"),
         ('{"a": 1}\n', "not a tuning cache"),
         ("[]\n", "not a tuning cache"),
+        (json.dumps({**HEADER, "accuracy_parameter": "-a=1"}), "not a tuning cache"),
+        (json.dumps({**HEADER, "accuracy_parameter": {"epsilon": "much"}}), "not a tuning cache"),
+        (json.dumps({**HEADER, "files": "m.onnx"}), "not a tuning cache"),
+        (
+            json.dumps(HEADER) + '\n{"iter": 1e999, "build_route": "", "crash": false}\n{}\n',
+            "line 2",
+        ),
         (json.dumps(HEADER) + "\n{broken\n" + json.dumps(FAST[0]) + "\n", "line 2"),
         (json.dumps(HEADER) + "\n7\n" + json.dumps(FAST[0]) + "\n", "line 2"),
     ],

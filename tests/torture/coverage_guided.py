@@ -1,14 +1,17 @@
 """Coverage-guided fuzzing of the parsers with Atheris (extra `torture`): no part of `make test`.
 
 Run `python tests/torture/coverage_guided.py READER -runs=100000 -max_len=4096`; READER is a name of
-`test_fuzz.PLAIN`. Anything but a `RoutePilotError` ends the run with the input that did it.
+`test_fuzz.PLAIN` or `IN_FOLDER`. Anything but a `RoutePilotError` ends the run with the input that
+did it.
 """
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 
 import atheris
 
@@ -20,9 +23,18 @@ with atheris.instrument_imports(include=["routepilot"]):
     from routepilot.env.errors import RoutePilotError
 
 
+def _reader(name: str) -> tuple[bytes, test_fuzz.Reader]:
+    if name in test_fuzz.PLAIN:
+        return test_fuzz.PLAIN[name]()
+    place = Path(mkdtemp(prefix="fuzz-"))
+    atexit.register(shutil.rmtree, place)
+    return test_fuzz.IN_FOLDER[name](place)
+
+
 def main() -> None:
     name, *options = sys.argv[1:]
-    sound, read = test_fuzz.PLAIN[name]()
+    with atheris.instrument_imports(include=["routepilot"]):  # readers import what they read with
+        sound, read = _reader(name)
     with TemporaryDirectory() as folder:
         seeds = Path(folder) / "seeds"
         seeds.mkdir()

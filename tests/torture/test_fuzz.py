@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hostile_backend
 import numpy as np
@@ -265,6 +266,24 @@ def limits() -> tuple[bytes, Reader]:
     return b"output=0.05", text(lambda words: gate_from_options("rel_l2", 1e-2, [words]))
 
 
+def recipes(place: Path) -> tuple[bytes, Reader]:
+    from routepilot.training.recipe import find_recipe, make_recipe, read_recipe
+
+    def read(path: Path) -> None:
+        make_recipe(read_recipe(path), path.name)
+
+    return find_recipe("cpu").read_bytes(), file(read, "r.yaml")
+
+
+def settings() -> tuple[bytes, Reader]:
+    from routepilot.training.recipe import make_recipe, read_setting
+
+    def read(words: str) -> None:
+        make_recipe(dict([read_setting(words)]), "--set")
+
+    return b"prices=[0.002, 0.01]", text(read)
+
+
 def results(place: Path) -> tuple[bytes, Reader]:
     from routepilot.training.report import write_report
 
@@ -306,6 +325,18 @@ def working_in(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
+def run_line(app: Callable[..., object], words: list[str], where: Path) -> None:
+    """Run a command line in this process, in that folder; a refusal is an error of ours."""
+    heard = io.StringIO()
+    with working_in(where):
+        try:
+            with contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
+                app(words, standalone_mode=True)
+        except SystemExit as stop:
+            if stop.code not in (0, None):
+                raise RoutePilotError("refused") from None
+
+
 def options(place: Path) -> tuple[bytes, Reader]:
     """Command lines, run in this process in an empty folder."""
     from routepilot.training import cli, cli_corpus, cli_learning, cli_nvidia  # noqa: F401
@@ -321,28 +352,89 @@ def options(place: Path) -> tuple[bytes, Reader]:
                     errors="surrogateescape"
                 )
                 verb[at] = word.replace("\0", "")
-        heard = io.StringIO()
-        with working_in(where):
-            try:
-                with contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
-                    cli.app(verb, standalone_mode=True)
-            except SystemExit as stop:
-                if stop.code not in (0, None):
-                    raise RoutePilotError("refused") from None
+        run_line(cli.app, verb, where)
 
     return b"sound", read
 
 
-PLAIN = {f.__name__: f for f in (expressions, routes, tuning_caches, knob_lists, shapes, limits)}
+#: A line of each verb that ends at an input that is not there, and takes any option more.
+ENDS = (
+    "tune none.onnx -o o", "compare none.onnx -o o", "knobs -b onnxruntime", "features none.onnx",
+    "agents", "doctor -b none", "report nowhere", "demo -o o --max-builds -1",
+    "collect --models none.onnx -o o/t.parquet", "leakage --table none.parquet",
+    "confirm-live none.onnx -o o", "explain nowhere", "importance none.parquet",
+    "train --table none.parquet -o o", "evaluate --table none.parquet -o o", "live none.onnx",
+    "engine none.plan", "zoo list", "zoo export -o o --names none", "zoo check --names none",
+    "policy list", "policy show none", "policy push none ./o/none", "policy pull ./none -o o",
+    "records describe none.parquet", "records export none.sqlite -o o", "records import none.json",
+    "records merge none.sqlite -o o.sqlite",
+)  # fmt: skip
+
+
+def verbs() -> dict[str, list[str]]:
+    """Every verb of the command line -> its options, flags with a `=`."""
+    import typer
+
+    from routepilot.training import (  # noqa: F401  (they add verbs)
+        cli,
+        cli_corpus,
+        cli_evidence,
+        cli_insight,
+        cli_learning,
+        cli_nvidia,
+        cli_policy,
+        cli_records,
+    )
+
+    found: dict[str, list[str]] = {}
+
+    def walk(command: Any, name: str) -> None:
+        for inner, child in getattr(command, "commands", {}).items():
+            walk(child, f"{name} {inner}".strip())
+        if not hasattr(command, "commands"):
+            options = [p for p in command.params if p.param_type_name == "option"]
+            found[name] = [p.opts[-1] + "=" * bool(p.is_flag) for p in options]
+
+    walk(typer.main.get_command(cli.app), "")
+    return found
+
+
+def every_option(place: Path) -> tuple[bytes, Reader]:
+    """Each option of each verb in turn, with whatever comes, run as `options` does."""
+    from routepilot.training import cli
+
+    lines = {
+        name: next(end for end in ENDS if end == name or end.startswith(f"{name} "))
+        for name in verbs()
+    }
+    turns = itertools.cycle([(n, option) for n, some in verbs().items() for option in some])
+
+    def read(where: Path, data: bytes) -> None:
+        name, option = next(turns)
+        value = data.decode(errors="surrogateescape").replace("\0", "")
+        words = [option[:-1]] if option.endswith("=") else [option, value]
+        line = [*lines[name].split(), *words]
+        try:
+            run_line(cli.app, line, where)
+        except NotBack:
+            raise NotBack(f"{line} does not end") from None
+
+    return b"1,2:x=3", read
+
+
+PLAIN = {f.__name__: f for f in (
+    expressions, routes, tuning_caches, knob_lists, shapes, limits, settings)}  # fmt: skip
 READERS = (
-    options, tables, table_texts, stores, policies, weights, models, bundles, input_sets, results,
+    options, every_option, recipes, tables, table_texts, stores, policies, weights, models,
+    bundles, input_sets, results,
 )  # fmt: skip
 IN_FOLDER = {f.__name__: f for f in READERS}
 
 #: Share of all inputs that a reader gets; the slow ones get less.
 SHARE = {"expressions": 16, "routes": 16, "tuning_caches": 16, "knob_lists": 10, "shapes": 12,
          "limits": 10, "tables": 3, "table_texts": 3, "stores": 2, "policies": 5, "weights": 3,
-         "models": 2, "bundles": 4, "input_sets": 4, "results": 4, "options": 4}  # fmt: skip
+         "models": 2, "bundles": 4, "input_sets": 4, "results": 4, "options": 4,
+         "every_option": 8, "recipes": 4, "settings": 4}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,7 +1,7 @@
 """kill -9 at random moments: at most the build in flight is lost, nothing is left behind.
 
 Runs of the command line with the hostile backend and no noise, so that a resumed run must end with
-exactly the figures of an uninterrupted one.
+exactly the figures of an uninterrupted one. The loop is `killing.py`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import json
 import os
 import random
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,17 @@ import hostile_backend
 import psutil
 import pytest
 import synthetic
+from killing import (
+    Course,
+    Killer,
+    drafts,
+    finish,
+    recorded,
+    routepilot,
+    start,
+    warm,
+    workers,
+)
 from sizes import report, size
 
 from routepilot.env.child import MARK_VARIABLE
@@ -41,7 +51,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the model, a cache of its own, and the hostile backend in reach."""
     monkeypatch.setenv("PYTHONPATH", str(Path(hostile_backend.__file__).parent), prepend=os.pathsep)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    deeds = "work segv nan shape inaccurate run_raise fail poison overfit close_raise"
+    deeds = "work segv nan shape inaccurate fail overfit close_raise"
     options = {"noise": "none", "slow": "0.03", "deeds": deeds}
     monkeypatch.setenv("ROUTEPILOT_HOSTILE", json.dumps(options))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -49,256 +59,50 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def routepilot(*words: object) -> list[str]:
-    return [sys.executable, "-m", "routepilot", *map(str, words)]
+def builds_of(out: Path) -> Counter[str]:
+    """The builds of a work folder by route, from the hostile backend's log."""
+    lines = [line for log in out.rglob("builds.jsonl") for line in log.read_text().splitlines()]
+    return Counter(json.loads(line)[1] for line in lines)
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+def built_again(out: Path, whole: Path) -> int:
+    """Builds that the sound run did not make; each new process makes the default anew."""
+    again = sum(builds_of(out).values()) - sum(builds_of(whole).values())
+    return again - (builds_of(out)[""] - builds_of(whole)[""])
 
 
-def finish(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout
+def nothing_is_left(place: Path, work: Path) -> None:
+    assert not drafts(place)
+    assert not list(work.glob("**/.building/*"))
 
 
-def workers(pid: int) -> list[psutil.Process]:
-    try:
-        return [
-            p
-            for p in psutil.Process(pid).children(recursive=True)
-            if "routepilot.env" in " ".join(p.cmdline())
-        ]
-    except psutil.Error:
-        return []
-
-
-def strike(process: subprocess.Popen[str], whom: str) -> bool:
-    """Kill the run, or one of its children; returns whether somebody was there to be killed."""
-    if process.poll() is not None:
-        return False
-    if whom == "parent":
-        process.kill()
-        process.wait()
-        return True
-    for child in workers(process.pid):
-        try:
-            child.send_signal(signal.SIGKILL)
-            return True
-        except psutil.Error:
-            continue
-    return False
-
-
-def recorded(store: Path) -> int:
-    """Records in the store, which must be sound."""
-    if not store.exists():
-        return 0
-    with closing(sqlite3.connect(store)) as base, base:
-        assert base.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        if not base.execute("SELECT 1 FROM sqlite_master WHERE name = 'records'").fetchone():
-            return 0
-        return int(base.execute("SELECT count(*) FROM records").fetchone()[0])
-
-
-def nothing_runs(parent: int, seconds: float = 10.0) -> None:
-    """No child of a dead parent lives on."""
-    end = time.monotonic() + seconds
-    while True:
-        left = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK_VARIABLE, "").startswith(f"{parent}-"):
-                    left.append(process)
-            except psutil.Error:
-                continue
-        if not left:
-            return
-        assert time.monotonic() < end, left
-        time.sleep(0.02)
-
-
-def drafts(*folders: Path) -> list[Path]:
-    return [p for folder in folders for p in folder.rglob(".*") if p.name.startswith(".draft")]
-
-
-def facts(text: str) -> dict[str, Any]:
+def facts_of_tune(out: Path, text: str) -> dict[str, Any]:
     result = json.loads(text)
     found = {key: result[key] for key in SAME}
     found["trials"] = [{key: trial[key] for key in SAME_TRIAL} for trial in result["trials"]]
     return found
 
 
-def builds_of(out: Path) -> Counter[str]:
-    lines = (out / "work" / "builds.jsonl").read_text().splitlines()
-    return Counter(json.loads(line)[1] for line in lines)
-
-
-def tune(place: Path, out: Path, seed: int) -> list[str]:
-    backend = ("--backend", "hostile_backend:make", "--agent", "random", "--deadline", "20")
-    size_and_seed = ("--max-builds", BUILDS, "--seed", seed, "--json")
-    return routepilot("tune", place / "hostile.onnx", "-o", out, *backend, *size_and_seed)
-
-
-@pytest.mark.parametrize("whom", ["parent", "child"])
-def test_tune_killed_at_any_moment(whom: str, place: Path) -> None:
-    kills = size(f"kills_of_{whom}", 3, 120 if whom == "parent" else 200)
-    rng = random.Random(size("seed", 7, 7))
-    done = runs = 0
-    lost: Counter[int] = Counter()
-    while done < kills:
-        seed = runs % 5
-        whole = place / f"whole-{seed}"
-        if not (whole / "result.json").exists():
-            begun = time.monotonic()
-            wanted = facts(finish(tune(place, whole, seed)))
-            (whole / "facts.json").write_text(json.dumps([wanted, time.monotonic() - begun]))
-        wanted, seconds = json.loads((whole / "facts.json").read_text())
-        out = place / f"out-{runs}"
-        struck, kept, text = 0, 0, None
-        while text is None:
-            process = start(tune(place, out, seed))
-            while struck < 6 and done < kills:
-                # The moment goes by what is on record: the machine may be slower or faster now.
-                end = time.monotonic() + rng.uniform(0.1, 0.9) * seconds
-                enough = recorded(out / "records.sqlite") + rng.randrange(BUILDS)
-                while time.monotonic() < end and process.poll() is None:
-                    if recorded(out / "records.sqlite") > enough:
-                        time.sleep(rng.uniform(0.0, 0.1))
-                        break
-                    time.sleep(0.003)
-                before = recorded(out / "records.sqlite")
-                if not strike(process, whom):
-                    break
-                done, struck = done + 1, struck + 1
-                # The build in flight is made again; killed twice, it would count as greedy.
-                while recorded(out / "records.sqlite") < before + 2 and process.poll() is None:
-                    time.sleep(0.02)
-            output, errors = process.communicate(timeout=240)
-            assert "Traceback" not in errors
-            nothing_runs(process.pid)
-            now = recorded(out / "records.sqlite")
-            assert now >= kept, "records were lost"
-            kept = now
-            if process.returncode == 0:
-                text = output
-            elif whom == "child":
-                raise AssertionError(f"a killed child ended the run: {errors}")
-        assert facts(text) == wanted
-        assert not drafts(out, place / "cache")
-        assert not list((out / "work").glob("**/.building/*"))
-        # Every route is built once, the winners once more, and once more for each kill at most.
-        again = sum(builds_of(out).values()) - sum(builds_of(whole).values())
-        defaults = builds_of(out)[""] - builds_of(whole)[""]
-        assert again - defaults <= struck, (again, defaults, struck)
-        lost[again - defaults] += 1
-        runs += 1
-    report(
-        f"kill {whom} of tune",
-        kills=done,
-        runs=runs,
-        builds_lost=sum(k * v for k, v in lost.items()),
-    )
-
-
-def compare(place: Path, out: Path, agents: str) -> list[str]:
-    backend = ("--backend", "hostile_backend:make", "--agents", agents, "--deadline", "20")
-    return routepilot(
-        "compare", place / "hostile.onnx", "-o", out, *backend, "--max-builds", 6, "--json"
-    )
-
-
-def rows_of(text: str) -> dict[str, Any]:
-    """A comparison without its clock."""
-    rows = json.loads(text)["agents"]
-    return {n: {k: v for k, v in row.items() if k != "seconds"} for n, row in rows.items()}
-
-
-def test_compare_killed_at_any_moment(place: Path) -> None:
-    """Agents share outcomes, so a kill in one agent's search must not change another's."""
-    pytest.importorskip("optuna")
-    kills, done, runs = size("kills_of_compare", 3, 60), 0, 0
-    rng = random.Random(size("seed", 10, 10))
-    agents = "default,random,fast,recentred,tpe"
-    begun = time.monotonic()
-    wanted = rows_of(finish(compare(place, place / "whole", agents)))
-    seconds = time.monotonic() - begun
-    assert len(wanted) == 5
-    while done < kills:
-        out, struck, kept = place / f"compared-{runs}", 0, 0
-        while True:
-            process = start(compare(place, out, agents))
-            end = time.monotonic() + rng.uniform(0.2, 0.9) * seconds
-            while time.monotonic() < end and process.poll() is None:
-                time.sleep(0.003)
-            if process.poll() is None and struck < 3 and done < kills:
-                process.kill()
-                done, struck = done + 1, struck + 1
-            output, errors = process.communicate(timeout=240)
-            assert "Traceback" not in errors
-            nothing_runs(process.pid)
-            now = recorded(out / "records.sqlite")
-            assert now >= kept, "records were lost"
-            kept = now
-            if process.returncode == 0:
-                break
-        assert rows_of(output) == wanted
-        written = json.loads((out / "comparison.json").read_text())
-        assert rows_of(json.dumps(written)) == wanted
-        assert not drafts(out)
-        runs += 1
-    report("kill compare", kills=done, runs=runs)
-
-
-def test_collect_killed_at_any_moment(place: Path) -> None:
-    kills, done, runs = size("kills_of_collect", 2, 50), 0, 0
-    rng = random.Random(size("seed", 8, 8))
-
-    def command(out: Path) -> list[str]:
-        backend = (
-            "--backend",
-            "hostile_backend:make",
-            "--routes",
-            12,
-            "--controls",
-            1,
-            "--recheck",
-            1,
-        )
-        return routepilot("collect", "--models", place / "hostile.onnx", "-o", out, *backend)
-
-    begun = time.monotonic()
-    finish(command(place / "whole.parquet"))
-    seconds = time.monotonic() - begun
-    wanted = outcomes(place / "whole.parquet")
-    while done < kills:
-        out, struck = place / f"t{runs}.parquet", 0
-        while True:
-            process = start(command(out))
-            end = time.monotonic() + rng.uniform(0.2, 1.1) * seconds
-            while time.monotonic() < end and process.poll() is None:
-                time.sleep(0.003)
-            if process.poll() is None and struck < 5 and done < kills:
-                process.kill()
-                done, struck = done + 1, struck + 1
-            _, errors = process.communicate(timeout=240)
-            assert "Traceback" not in errors
-            nothing_runs(process.pid)
-            if out.exists():
-                load_table(out)  # whole or not at all
-            if process.returncode == 0:
-                break
-        assert outcomes(out) == wanted
-        assert not drafts(place)
-        runs += 1
-    report("kill collect", kills=done, runs=runs)
+def tune(place: Path) -> Course:
+    backend = ("--backend", "hostile_backend:make", "--agent", "random", "--deadline", 20)
+    return Course(
+        "tune",
+        lambda out, seed: [
+            "tune", place / "hostile.onnx", "-o", out, *backend, "--max-builds", BUILDS,
+            "--seed", seed, "--json",
+        ],
+        lambda word: word,
+        facts_of_tune,
+        lambda out: nothing_is_left(place, out),
+        lambda out: out / "records.sqlite",
+        built_again,
+        seeds=5,
+        builds=BUILDS,
+    )  # fmt: skip
 
 
 def outcomes(path: Path) -> dict[str, list[tuple[object, ...]]]:
+    """All that a table of the hostile backend says, without its clock."""
     table = load_table(path)
     return {
         fingerprint: sorted(
@@ -311,47 +115,115 @@ def outcomes(path: Path) -> dict[str, list[tuple[object, ...]]]:
     }  # fmt: skip
 
 
-def test_train_killed_at_any_moment(place: Path) -> None:
-    """A killed run leaves a checkpoint or nothing; a repeated one gives the same bytes."""
-    pytest.importorskip("stable_baselines3")
-    kills, done, runs = size("kills_of_train", 1, 30), 0, 0
-    rng = random.Random(size("seed", 9, 9))
-    save_table(synthetic.table(), place / "table.parquet")
+def collect(place: Path) -> Course:
+    backend = ("--backend", "hostile_backend:make", "--routes", 12, "--controls", 1)
 
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from routepilot.env.tables import load_table\n"
-        "from routepilot.training.train import TrainConfig, train\n"
-        "config = TrainConfig(steps=256, environments=2, rollout=64, batch=64, epochs=1,"
-        " teacher_episodes=20, teacher_epochs=2, evaluate_every=64)\n"
-        "train(load_table(Path(sys.argv[1])), config, out=Path(sys.argv[2]))\n"
+    def work(out: Path) -> Path:
+        return out.with_name(f"{out.stem}-work")
+
+    return Course(
+        "collect",
+        lambda out, seed: [
+            "collect", "--models", place / "hostile.onnx", "-o", out, *backend, "--recheck", 1,
+            "--deadline", 20, "--seed", seed,
+        ],
+        lambda word: f"{word}.parquet",
+        lambda out, text: outcomes(out),
+        lambda out: nothing_is_left(place, work(out)),
+        lambda out: out.with_suffix(".sqlite"),
+        lambda out, whole: built_again(work(out), work(whole)),
+        builds=14,
+    )  # fmt: skip
+
+
+def compare(place: Path) -> Course:
+    """Agents share outcomes, so a kill in one agent's search must not change another's."""
+    backend = ("--backend", "hostile_backend:make", "--deadline", 20)
+    agents = "default,random,fast,recentred,tpe"
+
+    def rows(out: Path, text: str) -> dict[str, Any]:
+        for said in (text, (out / "comparison.json").read_text()):
+            rows = json.loads(said)["agents"]
+            assert len(rows) == 5
+            found = {n: {k: v for k, v in r.items() if k != "seconds"} for n, r in rows.items()}
+        return found
+
+    return Course(
+        "compare",
+        lambda out, seed: [
+            "compare", place / "hostile.onnx", "-o", out, *backend, "--agents", agents,
+            "--max-builds", 6, "--json",
+        ],
+        lambda word: word,
+        rows,
+        lambda out: nothing_is_left(place, out),
+        lambda out: out / "records.sqlite",
+        seeds=1,
+        builds=20,
+    )  # fmt: skip
+
+
+def train(place: Path) -> Course:
+    """On the recorded backend; it starts no child. A run gives the same bytes, killed or not."""
+    whole = synthetic.table(6)
+    few = {  # routes of one change: a run of a second or two, most of it in files and checkpoints
+        fingerprint: {route: found for route, found in known.items() if len(route.values) < 2}
+        for fingerprint, known in whole.outcomes.items()
+    }
+    table = place / "table.parquet"
+    save_table(replace(whole, outcomes=few), table)
+    settings = {
+        "environments": 2, "rollout": 32, "batch": 32, "epochs": 1, "teacher_episodes": 10,
+        "teacher_epochs": 2, "evaluate_every": 64,
+    }  # fmt: skip
+    given = [word for pair in settings.items() for word in ("--set", "{}={}".format(*pair))]
+
+    def left(out: Path) -> None:
+        assert not drafts(place)
+        assert not (out / "resume").exists(), "a checkpoint was left behind"
+
+    return Course(
+        "train",
+        lambda out, seed: [
+            "train", "--table", table, "-o", out, "--name", "p", "--steps", 128, "--seed", seed,
+            *given, "-q",
+        ],
+        lambda word: word,
+        lambda out, text: {p.name: p.read_bytes() for p in out.glob("*.safetensors")},
+        left,
+    )  # fmt: skip
+
+
+#: Course, its kills of parents and of children: short, and long.
+COURSES = [(tune, (3, 4), (200, 200)), (collect, (2, 2), (200, 200)), (compare, (2, 0), (30, 30)),
+           (train, (1, 0), (200, 0))]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "short", "long"), COURSES, ids=lambda x: getattr(x, "__name__", "")
+)
+def test_killed_at_any_moment(
+    make: Any, short: tuple[int, int], long: tuple[int, int], place: Path
+) -> None:
+    name = make.__name__
+    if name == "compare":
+        pytest.importorskip("optuna")
+    if name == "train":
+        pytest.importorskip("stable_baselines3")
+    kills = {
+        whom: size(f"kills_of_{name}", *both) if both[1] else 0
+        for whom, both in zip(("parent", "child"), zip(short, long, strict=True), strict=True)
+    }
+    loaded = (
+        ["torch._dynamo", "stable_baselines3", "routepilot.training.train"]
+        if name == "train"
+        else []
     )
-
-    def command(out: Path) -> list[str]:
-        return [sys.executable, "-c", code, str(place / "table.parquet"), str(out)]
-
-    begun = time.monotonic()
-    finish(command(place / "whole"))
-    seconds = time.monotonic() - begun
-    wanted = {p.name: p.read_bytes() for p in (place / "whole").glob("*.safetensors")}
-    assert wanted
-    while done < kills:
-        out = place / f"out-{runs}"
-        process = start(command(out))
-        time.sleep(rng.uniform(0.3, 1.0) * seconds)
-        if process.poll() is None:
-            process.kill()
-            done += 1
-        process.communicate(timeout=60)
-        nothing_runs(process.pid)
-        for weights in out.glob("*.safetensors"):
-            assert weights.read_bytes() == wanted[weights.name]
-        if done % 5 == 1 or done == kills:
-            finish(command(out))
-            assert {p.name: p.read_bytes() for p in out.glob("*.safetensors")} == wanted
-            assert not drafts(out)
-        runs += 1
-    report("kill train", kills=done)
+    with warm(place, *loaded) as begin:
+        rng = random.Random(size("seed", 7, 7))
+        killer = Killer(make(place), place, begin, kills, rng)
+        killer.kill_all()
+    report(f"kill {name}", **killer.figures())
 
 
 def test_a_kill_while_the_model_is_prepared_leaves_nothing(place: Path) -> None:

@@ -1,7 +1,7 @@
 """kill -9 on the real compilers: ONNX Runtime, OpenVINO, and Inductor (marked `compiler`).
 
 Their clocks are real, so a resumed run must repeat what does not hang on them: the routes in their
-order, what came of each, engine hashes and losses.
+order, what came of each, engine hashes and losses. The loop is `killing.py`.
 """
 
 from __future__ import annotations
@@ -11,21 +11,41 @@ import os
 import random
 import shutil
 import time
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from killing import (
+    Course,
+    Killer,
+    drafts,
+    finish,
+    nothing_runs,
+    recorded,
+    routepilot,
+    start,
+    warm,
+    workers,
+)
 from sizes import report, size
-from test_kill import drafts, finish, nothing_runs, recorded, routepilot, start, strike, workers
 
-BUILDS = 6
+from routepilot.env.tables import load_table
+
+BUILDS = 3
 
 #: Seconds in which what a dead parent left must end; a C++ compiler ends its file first.
 ENDING = 60.0
 
 #: A file of 51 bytes that ONNX Runtime makes when it is imported, one for all processes.
 ORT_SESSION = ".ses"
+
+#: Backend -> the routes of its collections.
+PLANS = {
+    "onnxruntime": "-graph=[all|basic|off] -quantize=[none|dynamic]",
+    "openvino": "-snippets=[on|off] -quantize=[none|dynamic|weights8]",
+    "cpu": "-engine=[ort|openvino] -quantize=[none|dynamic|weights8]",
+}
 
 
 @pytest.fixture
@@ -38,77 +58,123 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def facts(text: str) -> list[tuple[object, ...]]:
+def near(losses: Any) -> dict[str, Any]:
+    return {k: pytest.approx(v, rel=1e-5, abs=1e-9) for k, v in dict(losses).items()}
+
+
+def facts_of_tune(out: Path, text: str) -> list[tuple[object, ...]]:
     """Of a result, what equal builds give whatever the clock says."""
     return [
-        (
-            trial["route"],
-            trial["status"],
-            trial["engine_hash"],
-            {k: pytest.approx(v, rel=1e-5, abs=1e-9) for k, v in trial["losses"].items()},
-        )
+        (trial["route"], trial["status"], trial["engine_hash"], near(trial["losses"]))
         for trial in json.loads(text)["trials"]
     ]
 
 
-def until_something_builds(process: Any, seconds: float) -> None:
-    """Wait so long, or until the run is over."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and process.poll() is None:
-        time.sleep(0.003)
+def facts_of_collect(out: Path, text: str) -> list[tuple[object, ...]]:
+    """The same of a table."""
+    (outcomes,) = load_table(out).outcomes.values()
+    return [
+        (str(route), repeat, one.status, one.engine_hash, near(one.losses))
+        for route in sorted(outcomes, key=str)
+        for repeat, one in enumerate(outcomes[route])
+    ]
 
 
-def nothing_is_left(place: Path, out: Path) -> None:
-    assert not drafts(out, place / "cache")
-    assert not list((out / "work").glob("**/.building/*"))
+def nothing_is_left(place: Path, work: Path) -> None:
+    assert not drafts(place)
+    assert not list(work.glob("**/.building/*"))
     left = {path.name for path in (place / "tmp").iterdir()} - {ORT_SESSION}
     assert not left, "temporary files were left behind"
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "openvino", "cpu"])
-def test_tune_killed_at_any_moment(backend: str, place: Path, tiny_file: Path) -> None:
+def tune(backend: str, model: Path, place: Path) -> Course:
+    backends = ("--backend", backend, "--agent", "random", "--deadline", 60)
+    return Course(
+        "tune",
+        lambda out, seed: [
+            "tune", model, "-o", out, *backends, "--effort", "quick", "--max-builds", BUILDS,
+            "--seed", seed, "--json",
+        ],
+        lambda word: word,
+        facts_of_tune,
+        lambda out: nothing_is_left(place, out),
+        lambda out: out / "records.sqlite",
+        seeds=1,
+        builds=BUILDS,
+        ending=ENDING,
+    )  # fmt: skip
+
+
+def collect(backend: str, model: Path, place: Path) -> Course:
+    backends = ("--backend", backend, "--deadline", 60, "--effort", "quick")
+    return Course(
+        "collect",
+        lambda out, seed: [
+            "collect", "--models", model, "-o", out, *backends, "--expression", PLANS[backend],
+            "--controls", 1, "--recheck", 0, "--seed", seed,
+        ],
+        lambda word: f"{word}.parquet",
+        facts_of_collect,
+        lambda out: nothing_is_left(place, out.with_name(f"{out.stem}-work")),
+        lambda out: out.with_suffix(".sqlite"),
+        seeds=1,
+        builds=7,
+        ending=ENDING,
+    )  # fmt: skip
+
+
+#: Every verb on every backend; `make test` has no time for more than some.
+PAIRS = [(make, backend) for make in (tune, collect) for backend in PLANS]
+if not size("all_compilers", 0, 1):
+    PAIRS = [(tune, "cpu"), (collect, "onnxruntime")]
+
+
+@pytest.mark.parametrize(("make", "backend"), PAIRS, ids=lambda x: getattr(x, "__name__", x))
+def test_killed_at_any_moment(
+    make: Callable[[str, Path, Path], Course], backend: str, place: Path, tiny_file: Path
+) -> None:
     if backend != "onnxruntime":
         pytest.importorskip("openvino")
-    kills, done, runs = size("kills_of_compilers", 2, 40), 0, 0
-    killed: Counter[str] = Counter()
-    rng = random.Random(size("seed", 11, 11))
+    kills = size("kills_of_compilers", 1, 17)
+    with warm(place) as begin:
+        course = make(backend, tiny_file, place)
+        rng = random.Random(size("seed", 11, 11))
+        killer = Killer(course, place, begin, {"parent": kills, "child": kills}, rng)
+        killer.kill_all()
+    report(f"kill {course.name} on {backend}", **killer.figures())
 
-    def command(out: Path, seed: int) -> list[str]:
-        backends = ("--backend", backend, "--agent", "random", "--deadline", "60")
-        numbers = ("--max-builds", BUILDS, "--seed", seed, "--json")
-        return routepilot("tune", tiny_file, "-o", out, *backends, *numbers)
 
-    known: dict[int, tuple[list[tuple[object, ...]], float]] = {}
-    while done < kills:
-        seed = runs % 3
-        if seed not in known:
-            begun = time.monotonic()
-            wanted = facts(finish(command(place / f"whole-{seed}", seed)))
-            known[seed] = wanted, time.monotonic() - begun
-        wanted, seconds = known[seed]
-        out, struck, kept, text = place / f"out-{runs}", 0, 0, None
-        while text is None:
-            whom = rng.choice(("parent", "child"))
-            process = start(command(out, seed))
-            if struck < 5 and done < kills:
-                until_something_builds(process, rng.uniform(0.15, 0.9) * seconds)
-                if strike(process, whom):
-                    done, struck = done + 1, struck + 1
-                    killed[whom] += 1
-            output, errors = process.communicate(timeout=240)
-            assert "Traceback" not in errors
-            nothing_runs(process.pid)
-            now = recorded(out / "records.sqlite")
-            assert now >= kept, "records were lost"
-            kept = now
-            if process.returncode == 0:
-                text = output
-            else:
-                assert whom == "parent", f"a killed child ended the run: {errors}"
-        assert facts(text) == wanted
-        nothing_is_left(place, out)
-        runs += 1
-    report(f"kill tune on {backend}", kills=done, runs=runs, **killed)
+def live(model: Path, place: Path) -> Course:
+    """TensorRT-RTX compiles without a GPU; it can time nothing there, so only `live` runs on it."""
+    knobs = "-kgen:tiling,-mha_fusion:v2"
+
+    def facts(out: Path, text: str) -> dict[str, Any]:
+        keys = ("changes", "live", "identical", "failed", "refused", "distinct_engines")
+        return {key: json.loads(text)[key] for key in keys}
+
+    def left(out: Path) -> None:
+        assert not drafts(place)
+        assert not [p.name for p in (place / "tmp").iterdir() if p.name != ORT_SESSION]
+
+    return Course(
+        "live",
+        lambda out, seed: ["live", model, "--cache", out, "--knobs", knobs, "--json"],
+        lambda word: word,
+        facts,
+        left,
+        seeds=1,
+        ending=ENDING,
+    )
+
+
+def test_compiles_of_tensorrt_rtx_killed_at_any_moment(place: Path, tiny_file: Path) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings")
+    kills = size("kills_of_rtx", 2, 40)
+    with warm(place) as begin:
+        rng = random.Random(size("seed", 13, 13))
+        killer = Killer(live(tiny_file, place), place, begin, {"parent": kills}, rng)
+        killer.kill_all()
+    report("kill live on tensorrt_rtx", **killer.figures())
 
 
 @pytest.mark.compiler

@@ -43,6 +43,11 @@ from routepilot.training.train import has_settled
 from routepilot.training.tune import tune
 
 
+def test_fewer_than_no_builds_are_refused() -> None:
+    with pytest.raises(InputError, match="give 0 or more"):
+        Budget(-1)
+
+
 def test_efforts_spend_more_and_measure_closer_in_order() -> None:
     quick, standard, thorough = (preset(effort) for effort in Effort)
     assert quick.builds < standard.builds < thorough.builds

@@ -112,13 +112,14 @@ def test_a_build_is_paid_once_and_charged_to_each(
     corpus: list[NamedModel], table: RouteTable, tmp_path: Path
 ) -> None:
     import sqlite3
+    from contextlib import closing
 
     plan = LivePlan(("fast", "best-on-average", "knn"), builds=4)
     result = confirm_live(corpus[:1], table, plan, CALM, tmp_path)
     rows = result["models"][0]["agents"]
     assert all(row["builds"] == 4 and row["seconds"] > 0 for row in rows.values())
     (store,) = tmp_path.glob("m1-*/records.sqlite")
-    with sqlite3.connect(store) as base:
+    with closing(sqlite3.connect(store)) as base:
         routes = [r for (r,) in base.execute("SELECT route FROM records")]
     assert len(routes) == len(set(routes)) < 12  # twelve were charged, and each was built once
     # knn and best-on-average rank alike models alike: the very same builds, the very same seconds.
