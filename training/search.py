@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from routepilot.agents.base import Agent, Expecting, Reasoned
+from routepilot.env.errors import InputError
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import DEFAULT_ROUTE, Route
 from routepilot.training.session import Session
@@ -36,11 +37,22 @@ class Budget:
         max_seconds: Seconds of building and measuring, or None.
         min_gain: Stop once the agent expects less of the next build than this log speed-up; None
             never does. Only an agent that is `Expecting` can be stopped so.
+
+    Raises:
+        InputError: A count or a time is negative.
     """
 
     max_builds: int
     max_seconds: float | None = None
     min_gain: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_builds < 0:
+            raise InputError(f"--max-builds {self.max_builds} is negative; give 0 or more")
+        if self.max_seconds is not None and not self.max_seconds >= 0:
+            raise InputError(
+                f"--max-seconds {self.max_seconds:g} is no time to spend; give 0 or more seconds"
+            )
 
 
 @dataclass(frozen=True)
