@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import InputError, PolicyError, TableError
@@ -17,7 +17,9 @@ from routepilot.env.tables import load_table
 
 if TYPE_CHECKING:
     from routepilot.agents.policy import LoadedPolicy
-    from routepilot.training.session import Session
+    from routepilot.env.backends.base import Target
+    from routepilot.env.routes import Catalog
+    from routepilot.training.session import SessionConfig
 
 
 #: Most knobs of a catalog on which random routes are a sound search from nothing.
@@ -168,8 +170,27 @@ class Policies:
             self.load(path)
 
 
+class Situation(Protocol):
+    """What a choice rests on; a live session is one."""
+
+    @property
+    def config(self) -> SessionConfig:
+        """Backend and gate."""
+        ...
+
+    @property
+    def catalog(self) -> Catalog:
+        """What can be decided."""
+        ...
+
+    @property
+    def target(self) -> Target:
+        """On what device."""
+        ...
+
+
 def choose_agent(
-    session: Session, *, policy: str | None, agent: str | None, policies: Policies | None = None
+    session: Situation, *, policy: str | None, agent: str | None, policies: Policies | None = None
 ) -> Choice:
     """Pick who chooses the routes of a session.
 
@@ -221,7 +242,7 @@ def _agent_of(policy: LoadedPolicy) -> str:
     return "ppo" if policy.card.steps > 0 else "bc"
 
 
-def _records(policy: LoadedPolicy, session: Session) -> str:
+def _records(policy: LoadedPolicy, session: Situation) -> str:
     """What a policy's beliefs about a session's target rest on, for people."""
     replay = policy.replay_for(session.catalog)
     if replay is None:
