@@ -27,7 +27,8 @@ INTERRUPTED = 130
 
 app = typer.Typer(
     name="routepilot",
-    help="Learned selection of compiler build routes: fewer builds for the same speed-up.",
+    help="Learned selection of compiler build routes: fewer builds for the same speed-up.\n\n"
+    "Example: routepilot tune model.onnx -o tuned",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,

@@ -43,7 +43,10 @@ if TYPE_CHECKING:
     from routepilot.training.enough import Stop
     from routepilot.training.inputs import NamedModel
 
-zoo_app = typer.Typer(help="The corpus: list, export and check its models.", no_args_is_help=True)
+zoo_app = typer.Typer(
+    help="The corpus: list, export and check its models.\n\nExample: routepilot zoo list",
+    no_args_is_help=True,
+)
 app.add_typer(zoo_app, name="zoo")
 
 

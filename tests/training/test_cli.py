@@ -136,6 +136,7 @@ def test_unusable_options_are_refused_in_one_line(
     [
         ("compare MODEL --agents , -o OUT", "names nobody"),
         ("compare MODEL --max-builds -2 -o OUT", "--max-builds -2"),
+        ("compare MODEL --expression nowhere=1 --agents random -o OUT", "nowhere"),
         ("collect --models nowhere -o OUT/t.parquet", "nowhere"),
         ("collect --models MODEL --workers 0 -o OUT/t.parquet", "0 workers"),
         ("collect --models MODEL -o OUT/t.onnx", ".parquet"),
