@@ -1,7 +1,7 @@
 """Our agents for Optuna users: a sampler that asks an agent, and the pruner that goes with it.
 
-Owns the translation from Optuna's trials to routes. Needs the extra `bayes`. One line gives a study
-the policy:
+Owns the translation from Optuna's trials to routes. Needs the extra `bayes`. Which agent stands
+behind a sampler is said by who makes it (`training/optuna_study.py` takes the released policy):
 
     study = optuna.create_study(direction="maximize", sampler=RouteSampler(agent, catalog))
 
@@ -65,6 +65,11 @@ class RouteSampler(BaseSampler):
         self._told_default = False
         self._asked: dict[int, Route] = {}
         self._other = RandomSampler(seed=0)
+
+    @property
+    def catalog(self) -> Catalog:
+        """Catalog of the routes it suggests."""
+        return self._catalog
 
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial

@@ -10,7 +10,7 @@ has one scale for all models. What trtexec lets through (NaN, types it skips) is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -144,6 +144,25 @@ def _cosine_loss(a: NDArray[np.float64], r: NDArray[np.float64]) -> float:
     return 1.0 - float((a / norm_a) @ (r / norm_r))
 
 
+def check_outputs(gate: Gate, names: Iterable[str]) -> None:
+    """See that a gate limits no output that a model lacks.
+
+    Args:
+        gate: The gate.
+        names: The model's outputs.
+
+    Raises:
+        InputError: It does.
+    """
+    names = list(names)
+    unknown = [name for name in gate.per_output if name not in names]
+    if unknown:
+        raise InputError(
+            f"there is a limit for output {unknown[0]!r}, which the model does not have;"
+            f" its outputs are {', '.join(names)}"
+        )
+
+
 def judge(
     outputs: Sequence[Mapping[str, Array]],
     references: Sequence[Mapping[str, Array]],
@@ -164,12 +183,7 @@ def judge(
         InputError: The gate has a limit for an output the model does not have.
     """
     names = dict.fromkeys(name for reference in references for name in reference)
-    unknown = [name for name in gate.per_output if name not in names]
-    if unknown:
-        raise InputError(
-            f"there is a limit for output {unknown[0]!r}, which the model does not have;"
-            f" its outputs are {', '.join(names)}"
-        )
+    check_outputs(gate, names)
     worst: dict[str, dict[str, float]] = {name: {} for name in names}
     for index, (given, reference) in enumerate(zip(outputs, references, strict=True)):
         for name, wanted in reference.items():

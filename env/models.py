@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -154,6 +154,7 @@ def prepare(
     inputs: Sequence[Mapping[str, NDArray[np.generic]]] | None = None,
     seed: int = 0,
     cache: Path | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Model:
     """Check and normalise an ONNX file and make its folder; a second call finds it made.
 
@@ -164,6 +165,7 @@ def prepare(
         inputs: Input sets; the last third is kept for confirmation. None generates them.
         seed: Seed of generated inputs.
         cache: Folder for prepared models; the user's cache folder when None.
+        meanwhile: Called while another process computes the references, if they are computed.
 
     Raises:
         ModelError: The file, a shape or an input set cannot be used.
@@ -185,7 +187,7 @@ def prepare(
         place = place.with_name(f"{place.name}-{hashlib.sha256(title.encode()).hexdigest()[:6]}")
         if is_bundle(place):
             return Model.load(place)
-    return _make_bundle(proto, place, title, fingerprint, specs, sets)
+    return _make_bundle(proto, place, title, fingerprint, specs, sets, meanwhile)
 
 
 def cache_folder(cache: Path | None) -> Path:
@@ -211,10 +213,11 @@ def _make_bundle(
     fingerprint: str,
     specs: tuple[TensorSpec, ...],
     sets: Sequence[InputSet],
+    meanwhile: Callable[[], None] | None,
 ) -> Model:
     try:
         with draft_folder(place.parent) as draft:
-            return _fill_bundle(draft, proto, place, title, fingerprint, specs, sets)
+            return _fill_bundle(draft, proto, place, title, fingerprint, specs, sets, meanwhile)
     except OSError as error:
         raise ModelError(f"the prepared model cannot be written: {error}") from None
 
@@ -227,6 +230,7 @@ def _fill_bundle(
     fingerprint: str,
     specs: tuple[TensorSpec, ...],
     sets: Sequence[InputSet],
+    meanwhile: Callable[[], None] | None,
 ) -> Model:
     import onnx
 
@@ -243,7 +247,7 @@ def _fill_bundle(
     for kind, some in (("selection", sets[:cut]), ("confirmation", sets[cut:] or sets)):
         for number, one in enumerate(some):
             np.savez(draft / f"{kind}_{number}.npz", **one)  # type: ignore[arg-type]
-    outputs = _run_reference(draft, title)
+    outputs = _run_reference(draft, title, meanwhile)
     description = {
         "name": title,
         "fingerprint": fingerprint,
@@ -261,31 +265,34 @@ def _fill_bundle(
     return Model.load(place)
 
 
-def _run_reference(folder: Path, title: str) -> list[dict[str, object]]:
+def _run_reference(
+    folder: Path, title: str, meanwhile: Callable[[], None] | None
+) -> list[dict[str, object]]:
     """Compute the references in a child and return the outputs' specs."""
-    try:
-        done = subprocess.run(
-            [*module_command("routepilot.env.models"), str(folder), str(os.getpid())],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=REFERENCE_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
+    command = [*module_command("routepilot.env.models"), str(folder), str(os.getpid())]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace") as child:
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            output, words = child.communicate(timeout=REFERENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise ModelError(
+                f"the reference run of {title} took more than {REFERENCE_SECONDS} s;"
+                " give smaller --shape"
+            ) from None
+        finally:
+            child.kill()  # what has ended stays ended
+    if child.returncode < 0:
         raise ModelError(
-            f"the reference run of {title} took more than {REFERENCE_SECONDS} s;"
-            " give smaller --shape"
-        ) from None
-    if done.returncode < 0:
-        raise ModelError(
-            f"the reference run of {title} crashed (signal {-done.returncode}): out of memory, or"
+            f"the reference run of {title} crashed (signal {-child.returncode}): out of memory, or"
             " an operator that ends the process; give smaller --shape or repair the model"
         )
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        words = " ".join((lines or [f"exit {done.returncode}"])[-1].split())[:300]
+    if child.returncode != 0:
+        lines = [line for line in words.splitlines() if line.strip()]
+        words = " ".join((lines or [f"exit {child.returncode}"])[-1].split())[:300]
         raise ModelError(f"the reference run of {title} failed: {words}; repair the model")
-    outputs: list[dict[str, object]] = json.loads(done.stdout)
+    outputs: list[dict[str, object]] = json.loads(output)
     return outputs
 
 

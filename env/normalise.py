@@ -55,7 +55,10 @@ def read_model(path: Path) -> onnx.ModelProto:
         raise ModelError(f"model file {str(path)!r} is empty; give an ONNX file")
     try:
         proto = onnx.load(str(path))
+        _check_declared(proto, path)
         onnx.checker.check_model(str(path))
+    except ModelError:
+        raise
     except DecodeError:
         raise ModelError(
             f"model file {str(path)!r} is not an ONNX file or is cut short; export it again"
@@ -66,6 +69,22 @@ def read_model(path: Path) -> onnx.ModelProto:
     if not proto.graph.node:
         raise ModelError(f"model file {str(path)!r} holds no operator; give a whole ONNX model")
     return proto
+
+
+def _check_declared(proto: onnx.ModelProto, path: Path) -> None:
+    """Every input and output says what it is, which the checker asks without naming it."""
+    for kind, values in (("input", proto.graph.input), ("output", proto.graph.output)):
+        for value in values:
+            held = value.type.WhichOneof("value")
+            if held == "tensor_type" and value.type.tensor_type.HasField("shape"):
+                continue
+            if held is None or held == "tensor_type":
+                lacks = "type" if held is None else "shape"
+                raise ModelError(
+                    f"model file {str(path)!r} gives no {lacks} for its {kind} {value.name!r},"
+                    " which ONNX requires (single dimensions may stay open); export it with them,"
+                    " or add them with onnx.shape_inference.infer_shapes"
+                )
 
 
 def fix_inputs(

@@ -9,6 +9,7 @@ errors.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -117,7 +118,7 @@ class Worker:
         memory_limit_bytes: int | None = None,
         cpu: int | None = None,
     ) -> None:
-        if not deadline_seconds > 0:
+        if not 0 < deadline_seconds < math.inf:
             raise InputError(f"deadline of {deadline_seconds} s is not allowed; give more than 0")
         if memory_limit_bytes is not None and memory_limit_bytes <= 0:
             raise InputError(

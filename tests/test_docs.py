@@ -5,19 +5,23 @@ The pages of `SESSIONS` run as a whole: their blocks and commands in order, in o
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "docs" / name for name in ("using.md", "environment.md", "scale.md")]
 SESSIONS = [
-    ROOT / "docs" / name for name in ("own-zoo.md", "writing-a-backend.md", "writing-an-agent.md")
+    ROOT / "docs" / name
+    for name in ("tutorial.md", "own-zoo.md", "writing-a-backend.md", "writing-an-agent.md")
 ]
 
 #: "Save it as `name.py`", before a block that is a file.
@@ -39,46 +43,84 @@ def test_python_runs(text: str) -> None:
 
 COMMANDS = [
     line
-    for page in [
-        *PAGES,
-        *SESSIONS,
-        ROOT / "README.md",
-        ROOT / "docs" / "training.md",
-        ROOT / "docs" / "evaluation.md",
-    ]
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     for kind, text in BLOCK.findall(page.read_text(encoding="utf-8"))
     if not kind
-    for line in text.splitlines()
+    for line in text.replace("\\\n", " ").splitlines()
     if line.startswith("routepilot ")
 ]
+
+#: Examples in help texts that run in seconds on what is shipped, without a file.
+CHEAP = {"agents", "features", "knobs", "leakage", "policy", "records describe", "zoo list"}
+
+
+def verbs() -> dict[str, Any]:
+    """Every verb with its command, groups of verbs too; the whole tool is the empty one."""
+    import typer
+
+    from routepilot.training import cli
+
+    for module in sorted((ROOT / "training").glob("cli_*.py")):
+        importlib.import_module(f"routepilot.training.{module.stem}")
+    found: dict[str, Any] = {}
+    waiting = [("", typer.main.get_command(cli.app))]
+    while waiting:
+        name, command = waiting.pop()
+        found[name] = command
+        for part, inner in getattr(command, "commands", {}).items():
+            waiting.append((f"{name} {part}".strip(), inner))
+    return found
+
+
+def examples(command: Any) -> list[str]:
+    """The examples of a help text."""
+    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    return [" ".join(p.split())[9:] for p in paragraphs if p.startswith("Example: ")]
+
+
+VERBS = verbs()
+EXAMPLES = [(name, line) for name, command in VERBS.items() for line in examples(command)]
+
+
+def check_command(line: str) -> None:
+    """The verb exists and has the options of the line."""
+    words = shlex.split(line, comments=True)[1:]
+    name = next(n for n in (" ".join(words[:2]), words[0]) if n in VERBS)
+    command = VERBS[name]
+    assert not hasattr(command, "commands"), f"{name} is a group of verbs"
+    names = {option for parameter in command.params for option in parameter.opts}
+    for word in words:
+        if word.startswith("-") and " " not in word:  # an expression is a value
+            assert word in names, f"{name} has no {word}"
 
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_exist_with_their_options(line: str) -> None:
-    import typer
+    check_command(line)
 
-    from routepilot.training import (
-        cli,
-        cli_corpus,
-        cli_evidence,
-        cli_insight,
-        cli_learning,
-        cli_nvidia,
-        cli_policy,
-        cli_records,
-    )
 
-    assert all((cli_corpus, cli_evidence, cli_insight, cli_learning, cli_nvidia, cli_policy))
-    assert cli_records
-    words = shlex.split(line, comments=True)[1:]
-    group = typer.main.get_command(cli.app)
-    command = group.commands[words.pop(0)]  # type: ignore[attr-defined]
-    while hasattr(command, "commands"):  # a group of verbs, e.g. `policy`
-        command = command.commands[words.pop(0)]
-    names = {name for parameter in command.params for name in parameter.opts}
-    for word in words:
-        if word.startswith("-") and " " not in word:  # an expression is a value
-            assert word in names, f"{command.name} has no {word}"
+@pytest.mark.parametrize("name", VERBS)
+def test_every_help_text_has_an_example_of_its_own(name: str) -> None:
+    lines = examples(VERBS[name])
+    assert lines and all(line.startswith(f"routepilot {name}".strip()) for line in lines)
+    for line in lines:
+        check_command(line)
+
+
+@pytest.mark.parametrize("line", [line for name, line in EXAMPLES if name in CHEAP])
+def test_cheap_examples_run(
+    line: str, tiny_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from routepilot.training import cli
+
+    tiny_file.rename(tiny_file.with_name("model.onnx"))
+    monkeypatch.chdir(tiny_file.parent)
+    words = line.replace("input=1x3x224x224", "x=1x3x32x32").split()
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code in (None, 0), capsys.readouterr().err
+    assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", SESSIONS, ids=lambda page: page.stem)
@@ -109,10 +151,12 @@ def test_a_page_runs_from_top_to_bottom(page: Path, tiny_file: Path) -> None:
             run("-c", match[2])
         else:
             for line in match[2].splitlines():
-                run("-m", *shlex.split(line, comments=True))
+                words = shlex.split(line, comments=True)
+                run(*words[1:]) if words[0] == "python" else run("-m", *words)
         done += 1
     assert done >= 3
 
 
 def test_there_is_something_to_test() -> None:
-    assert len(blocks("python")) >= 2 and len(COMMANDS) >= 10
+    assert len(blocks("python")) >= 2 and len(COMMANDS) >= 40
+    assert CHEAP <= set(VERBS) and len(EXAMPLES) >= len(VERBS)

@@ -6,15 +6,20 @@ interrupted with everything saved. Heavy imports happen inside the verbs.
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import nullcontext
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from routepilot.env.errors import RoutePilotError
+from routepilot.env.errors import InputError, RoutePilotError
+from routepilot.training.cli_numbers import DeadlineOpt as DeadlineOpt
+from routepilot.training.cli_numbers import SecondsOpt as SecondsOpt
+from routepilot.training.cli_numbers import SeedOpt as SeedOpt
 from routepilot.training.effort import Effort, preset
 
 #: Exit code after Ctrl-C.
@@ -22,7 +27,8 @@ INTERRUPTED = 130
 
 app = typer.Typer(
     name="routepilot",
-    help="Learned selection of compiler build routes: fewer builds for the same speed-up.",
+    help="Learned selection of compiler build routes: fewer builds for the same speed-up.\n\n"
+    "Example: routepilot tune model.onnx -o tuned",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -47,7 +53,6 @@ BackendOpt = Annotated[str, typer.Option("--backend", "-b", help="Compiler to bu
 ThreadsOpt = Annotated[int, typer.Option(help="Threads an engine may use.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 QuietOpt = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but the result.")]
-SeedOpt = Annotated[int, typer.Option(help="Seed of inputs and agents.")]
 ShapeOpt = Annotated[
     list[str] | None,
     typer.Option("--shape", help="Shape of a dynamic input, name=1x3x224x224; repeatable."),
@@ -82,9 +87,6 @@ AllowOpt = Annotated[
         help="Overlook this difference to the records in OUT, e.g. versions.onnx; repeatable.",
     ),
 ]
-SecondsOpt = Annotated[
-    float | None, typer.Option(help="Seconds of building and measuring to spend.")
-]
 UntilNoiseOpt = Annotated[
     bool,
     typer.Option(
@@ -117,7 +119,6 @@ SlotOpt = Annotated[
         "--slot", help="With --ray: what a measuring slot takes, e.g. CPU=2,GPU=0.5,h200=1."
     ),
 ]
-DeadlineOpt = Annotated[float, typer.Option(help="Seconds one build with its timing may take.")]
 
 
 def listed(text: str | None) -> list[str]:
@@ -163,23 +164,39 @@ def tune(
 
     Example: routepilot tune model.onnx -o tuned --shape input=1x3x224x224 --max-builds 6
     """
+    # Before numpy is there: the surrogate is fitted while the first child starts, which wants the
+    # other core. On two cores one thread took 0.9 s for it and two took 1.4 s.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from routepilot.training import console
+    from routepilot.training.defaults import Policies
     from routepilot.training.inputs import (
         backend_options,
         gate_from_options,
         prepare_model,
         route_expression,
     )
+
+    chosen = preset(effort)
+    builds = chosen.builds if max_builds is None else max_builds
+    gate = gate_from_options(metric, tolerance, limit)
+    options = backend_options(option, threads)
+    routes = route_expression(expression, expression_file)
+    policies = Policies()
+    prepared = prepare_model(
+        model,
+        shape,
+        inputs,
+        seed,
+        trust=trust,
+        meanwhile=partial(policies.foreload, backend, policy, agent),
+    ).model
+
+    # After the model, so that their import falls into the time that its references take.
     from routepilot.training.report import write_report
     from routepilot.training.session import SessionConfig
     from routepilot.training.tune import tune as run
     from routepilot.training.view import SearchView
 
-    chosen = preset(effort)
-    builds = chosen.builds if max_builds is None else max_builds
-    gate = gate_from_options(metric, tolerance, limit)
-    options, routes = backend_options(option), route_expression(expression, expression_file)
-    prepared = prepare_model(model, shape, inputs, seed, trust=trust).model
     title, silent = f"tune {prepared.name}", quiet or json
     with SearchView(title, builds, max_seconds=max_seconds, quiet=silent) as view:
         result = run(
@@ -201,6 +218,7 @@ def tune(
                 allow=tuple(allow or ()),
             ),
             expression=routes,
+            policies=policies,
             say=view.say,
             on_outcome=view.outcome,
             on_ask=view.asking,
@@ -216,16 +234,22 @@ def tune(
             f"{result.model}: the default route stays ({result.confirmed.note});"
             f" {result.search.builds} builds, {result.seconds:.0f} s",
             markup=False,
+            soft_wrap=True,
         )
     else:
         console.out.print(
             f"{result.model}: {console.speedup_text(*result.confirmed.speedup)} over the default"
             f" with {result.route}; {result.search.builds} builds, {result.seconds:.0f} s",
             markup=False,
+            soft_wrap=True,
         )
     if result.trtexec:
-        console.out.print(f"the same by trtexec, in {out}: {result.trtexec}", markup=False)
-    console.out.print(f"written to {out}: result.json, report.html, deploy/", markup=False)
+        console.out.print(
+            f"the same by trtexec, in {out}: {result.trtexec}", markup=False, soft_wrap=True
+        )
+    console.out.print(
+        f"written to {out}: result.json, report.html, deploy/", markup=False, soft_wrap=True
+    )
 
 
 @app.command()
@@ -298,8 +322,12 @@ def compare(
         allow=tuple(allow or ()),
     )
     routes = route_expression(expression, expression_file)
+    budget = Budget(builds, max_seconds, chosen.plan.half_width if until_noise else None)
+    wanted = listed(agents)
+    if not wanted:
+        raise InputError("--agents names nobody; `routepilot agents` lists who there is")
     named = prepare_model(model, shape, inputs, seed, trust=trust)
-    wanted, title = listed(agents), f"compare on {named.model.name}"
+    title = f"compare on {named.model.name}"
     silent = quiet or json
     by_turns = workers is None and ray is None and slot is None
     with (
@@ -313,7 +341,7 @@ def compare(
         rows = run(
             named,
             wanted,
-            Budget(builds, max_seconds, chosen.plan.half_width if until_noise else None),
+            budget,
             config,
             out,
             table=table,
@@ -409,15 +437,21 @@ def doctor(backend: BackendOpt = "cpu", option: OptionOpt = None, json: JsonOpt 
 
     Example: routepilot doctor --backend cpu --json
     """
+    from routepilot.env.backends import check_backend
     from routepilot.training import console
     from routepilot.training.doctor import run_checks
     from routepilot.training.inputs import backend_options
 
+<<<<<<< HEAD
     checks = []
     for check in run_checks(backend, backend_options(option)):
         checks.append(check.as_json())
         if not json:  # as they come: a compiler takes its time
             console.print_check(check)
+=======
+    check_backend(backend)
+    checks = [check.as_json() for check in run_checks(backend, backend_options(option))]
+>>>>>>> product
     failed = any(check["status"] == "fail" for check in checks)
     if json:
         console.print_json(checks)

@@ -43,7 +43,10 @@ if TYPE_CHECKING:
     from routepilot.training.enough import Stop
     from routepilot.training.inputs import NamedModel
 
-zoo_app = typer.Typer(help="The corpus: list, export and check its models.", no_args_is_help=True)
+zoo_app = typer.Typer(
+    help="The corpus: list, export and check its models.\n\nExample: routepilot zoo list",
+    no_args_is_help=True,
+)
 app.add_typer(zoo_app, name="zoo")
 
 
@@ -175,7 +178,8 @@ def collect(
     option: OptionOpt = None,
     effort: EffortOpt = Effort.STANDARD,
     routes: Annotated[
-        int | None, typer.Option(help="Routes a model, common to all. By --effort when absent.")
+        int | None,
+        typer.Option(min=1, help="Routes a model, common to all. By --effort when absent."),
     ] = None,
     expression: ExpressionOpt = None,
     expression_file: ExpressionFileOpt = None,
@@ -188,12 +192,14 @@ def collect(
         ),
     ] = None,
     allow: AllowOpt = None,
-    controls: Annotated[int, typer.Option(help="Rebuilds of the default a model.")] = 3,
+    controls: Annotated[int, typer.Option(min=0, help="Rebuilds of the default a model.")] = 3,
     neighbours: Annotated[
-        int, typer.Option(help="So many more routes a model, one knob away from its five best.")
+        int,
+        typer.Option(min=0, help="So many more routes a model, one knob away from its five best."),
     ] = 0,
     recheck: Annotated[
-        int, typer.Option(help="So many of a model's fastest routes are built and timed again.")
+        int,
+        typer.Option(min=0, help="So many of a model's fastest routes are built and timed again."),
     ] = 8,
     workers: Annotated[
         int | None,
@@ -225,7 +231,7 @@ def collect(
     from routepilot.training import collect as collecting
     from routepilot.training import console
     from routepilot.training.candidates import lay_out, read_expression
-    from routepilot.training.files import ensure_folder
+    from routepilot.training.files import Output
     from routepilot.training.inputs import backend_options, route_expression
     from routepilot.training.session import SessionConfig
     from routepilot.training.slots import measuring_slots, read_cores
@@ -234,7 +240,8 @@ def collect(
     if cores is not None and ray is not None:
         raise InputError("--cores names cores of this machine; leave it out with --ray")
     pinned = None if cores is None else read_cores(cores)
-    ensure_folder(out.parent)
+    if out.suffix != ".parquet":
+        raise InputError(f"table file {str(out)!r} does not end in .parquet; name it so")
     store = out.with_suffix(".sqlite")
     config = SessionConfig(
         backend=backend,
@@ -243,44 +250,46 @@ def collect(
         deadline_seconds=deadline,
         allow=tuple(allow or ()),
     )
-    corpus = corpus_of(models, seed)
-    wanted = route_expression(expression, expression_file)
-    count = preset(effort).routes if routes is None else routes
-    end = math.inf if max_seconds is None else time.monotonic() + max_seconds
-    around = collecting.Neighbourhood(count=neighbours)
-    repeats = collecting.Repeats(controls, recheck)
-    until = _stop(known, backend) if until_noise else None
-    silent = quiet or json
-    stop = threading.Event()
-    previous = signal.signal(signal.SIGINT, lambda *_: stop.set())
-    try:
-        with measuring_slots(
-            config, workers, cores=pinned, ray=ray, needs=slot, say=console.sayer(silent)
-        ) as pool:
-            catalog, target = pool.compiler(config)
-            plan = (
-                collecting.plan_routes(catalog, count, seed)
-                if wanted is None
-                else lay_out(read_expression(wanted, catalog), catalog, "collect")
-            )
-            total = len(corpus) * collecting.planned_builds(len(plan), around, repeats)
-            with CollectView("collect", total, max_seconds=max_seconds, quiet=silent) as view:
-                collecting.collect(
-                    corpus,
-                    store,
-                    config,
-                    plan,
-                    out.parent / f"{out.stem}-work",
-                    neighbourhood=around,
-                    repeats=repeats,
-                    slots=pool.slots,
-                    on_progress=_in_turn(view.step),
-                    should_stop=lambda: stop.is_set() or time.monotonic() >= end,
-                    until=until,
+    with Output(out.parent) as output:
+        corpus = corpus_of(models, seed)
+        wanted = route_expression(expression, expression_file)
+        count = preset(effort).routes if routes is None else routes
+        end = math.inf if max_seconds is None else time.monotonic() + max_seconds
+        around = collecting.Neighbourhood(count=neighbours)
+        repeats = collecting.Repeats(controls, recheck)
+        until = _stop(known, backend) if until_noise else None
+        silent = quiet or json
+        stop = threading.Event()
+        previous = signal.signal(signal.SIGINT, lambda *_: stop.set())
+        try:
+            with measuring_slots(
+                config, workers, cores=pinned, ray=ray, needs=slot, say=console.sayer(silent)
+            ) as pool:
+                catalog, target = pool.compiler(config)
+                plan = (
+                    collecting.at_most(collecting.plan_routes(catalog, count, seed), count, seed)
+                    if wanted is None
+                    else lay_out(read_expression(wanted, catalog), catalog, "collect")
                 )
-            facts = pool.facts()
-    finally:
-        signal.signal(signal.SIGINT, previous)
+                total = len(corpus) * collecting.planned_builds(len(plan), around, repeats)
+                with CollectView("collect", total, max_seconds=max_seconds, quiet=silent) as view:
+                    output.keep()
+                    collecting.collect(
+                        corpus,
+                        store,
+                        config,
+                        plan,
+                        out.parent / f"{out.stem}-work",
+                        neighbourhood=around,
+                        repeats=repeats,
+                        slots=pool.slots,
+                        on_progress=_in_turn(view.step),
+                        should_stop=lambda: stop.is_set() or time.monotonic() >= end,
+                        until=until,
+                    )
+                facts = pool.facts()
+        finally:
+            signal.signal(signal.SIGINT, previous)
     if stop.is_set():
         raise KeyboardInterrupt
     table = collecting.table_from_store(

@@ -133,8 +133,8 @@ def confirm_live(
     if unknown or not names:
         raise InputError(f"agents {agents!r} are not all known; choose among {', '.join(AGENTS)}")
     source = load_table(find_table(table or released_name(backend)))
-    folder = ensure_folder(out)
     given = _named(models, seed)
+    folder = ensure_folder(out)
     silent = quiet or json
     total = len(given) * len(names) * max_builds
     count = 0

@@ -12,6 +12,8 @@ from typing import Annotated
 import typer
 
 from routepilot.training.cli import JsonOpt, QuietOpt, RayOpt, SeedOpt, app, listed
+from routepilot.training.cli_numbers import TrainSecondsOpt
+from routepilot.training.cli_numbers import seed as checked_seed
 from routepilot.training.effort import Effort, preset
 
 
@@ -68,15 +70,15 @@ def train(
             " the corpus' validation families."
         ),
     ] = None,
-    max_seconds: Annotated[
-        float | None, typer.Option(help="Stop training after this many seconds.")
-    ] = None,
+    max_seconds: TrainSecondsOpt = None,
     until_noise: Annotated[
         bool,
         typer.Option("--until-noise", help="Stop once scores rise by less than they scatter."),
     ] = False,
     name: Annotated[str | None, typer.Option(help="Name of the policy.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of everything.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of everything.", callback=checked_seed)
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="Any setting of a recipe, e.g. learning_rate=2e-4; repeatable."),
@@ -194,6 +196,7 @@ def evaluate(
 
     Example: routepilot evaluate --table cpu --agents random,best-on-average,two-way-gp,ppo
     """
+    from routepilot.env.accuracy import Gate
     from routepilot.env.errors import InputError
     from routepilot.env.tables import load_table
     from routepilot.training import console
@@ -208,6 +211,7 @@ def evaluate(
     from routepilot.training.evaluate import evaluate as run
     from routepilot.training.evaluation_page import write_evaluation
     from routepilot.training.files import ensure_folder
+    from routepilot.training.folds import folds
 
     wanted = names(agents) or list(DEFAULT_AGENTS)
     if workers is not None and workers < 1:
@@ -217,6 +221,8 @@ def evaluate(
     given = None if policy is None else find_policy(policy)
     wanted = list(dict.fromkeys([*wanted, *(["ppo"] if given is not None else [])]))
     subject = find_subject(wanted, subject)
+    folds(source.families, split)  # another split is refused before anything is made
+    Gate(limit=tolerance)
     folder = ensure_folder(out)
     with nullcontext() if ray is None else connected(ray, workers) as there:
         policies = {

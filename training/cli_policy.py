@@ -12,7 +12,10 @@ import typer
 
 from routepilot.training.cli import JsonOpt, app
 
-policy_app = typer.Typer(help="Policies: list, show, push and pull them.", no_args_is_help=True)
+policy_app = typer.Typer(
+    help="Policies: list, show, push and pull them.\n\nExample: routepilot policy show cpu",
+    no_args_is_help=True,
+)
 app.add_typer(policy_app, name="policy")
 
 

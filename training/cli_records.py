@@ -16,7 +16,9 @@ from routepilot.training.cli import JsonOpt, ShapeOpt, app
 from routepilot.training.files import Format
 
 records_app = typer.Typer(
-    help="Route tables and trtexec's caches: describe, export, merge, import.", no_args_is_help=True
+    help="Route tables and trtexec's caches: describe, export, merge, import.\n\n"
+    "Example: routepilot records describe cpu",
+    no_args_is_help=True,
 )
 app.add_typer(records_app, name="records")
 

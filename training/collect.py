@@ -140,6 +140,19 @@ def plan_routes(catalog: Catalog, count: int, seed: int = 0) -> list[Route]:
     return list(routes)
 
 
+def at_most(plan: Sequence[Route], count: int, seed: int = 0) -> list[Route]:
+    """At most so many routes of a plan, drawn at random, in its order.
+
+    Args:
+        plan: The routes, each once.
+        count: How many at most.
+        seed: Seed of the draw.
+    """
+    places = range(len(plan))
+    kept = places if count >= len(plan) else sorted(random.Random(seed).sample(places, count))
+    return [plan[place] for place in kept]
+
+
 def collect(
     models: Sequence[CorpusModel],
     store_path: Path,

@@ -357,8 +357,11 @@ def _one_after_the_other(
         RecordStore(records) as store,
         Session(named.model, config, store, work) as session,
     ):
-        output.keep()
-        return run_agents(session, agents, budget, **kwargs)
+        try:
+            return run_agents(session, agents, budget, **kwargs)
+        finally:
+            if session.worker_seconds:  # something was built, or the child's log says why not
+                output.keep()
 
 
 def _sources(

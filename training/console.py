@@ -37,8 +37,8 @@ def print_json(data: object) -> None:
 
 
 def say(text: str) -> None:
-    """One remark on standard error."""
-    err.print(escape(text))
+    """One remark on standard error; one line of a pipe, however long."""
+    err.print(escape(text), soft_wrap=not err.is_terminal)
 
 
 def sayer(quiet: bool) -> Callable[[str], None]:

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import InputError, PolicyError, TableError
@@ -18,7 +18,9 @@ from routepilot.env.tables import load_table
 
 if TYPE_CHECKING:
     from routepilot.agents.policy import LoadedPolicy
-    from routepilot.training.session import Session
+    from routepilot.env.backends.base import Target
+    from routepilot.env.routes import Catalog
+    from routepilot.training.session import SessionConfig
 
 
 #: Most knobs of a catalog on which random routes are a sound search from nothing.
@@ -137,20 +139,84 @@ def find_policy(name: str) -> Path:
     )
 
 
-def choose_agent(session: Session, *, policy: str | None, agent: str | None) -> Choice:
+def policy_file(backend: str, policy: str | None, agent: str | None) -> Path | None:
+    """The weights file of the policy that chooses for a backend; None when none does.
+
+    Args:
+        backend: Backend name.
+        policy: Policy by name or path, or None for the one that is released.
+        agent: Agent name, or None.
+
+    Raises:
+        PolicyError: There is no policy of that name.
+    """
+    from routepilot.agents import TRAINED_BY_PPO
+
+    if policy is not None:
+        return find_policy(policy)
+    if agent not in TRAINED_BY_PPO and (agent is not None or backend in BETTER_THAN_PPO):
+        return None
+    names = [n for n in (released_name(backend), ANY) if n in released_policies()]
+    return find_policy(names[0]) if names else None
+
+
+class Policies:
+    """Policies that are loaded once, for which there may be time before they are asked."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[Path, LoadedPolicy] = {}
+
+    def load(self, path: Path) -> LoadedPolicy:
+        """The policy of a weights file; see `load_policy`."""
+        from routepilot.agents.policy import load_policy
+
+        if path not in self._loaded:
+            self._loaded[path] = load_policy(path)
+        return self._loaded[path]
+
+    def foreload(self, backend: str, policy: str | None, agent: str | None) -> None:
+        """Load the policy that `choose_agent` will ask for, if any."""
+        path = policy_file(backend, policy, agent)
+        if path is not None:
+            self.load(path)
+
+
+class Situation(Protocol):
+    """What a choice rests on; a live session is one."""
+
+    @property
+    def config(self) -> SessionConfig:
+        """Backend and gate."""
+        ...
+
+    @property
+    def catalog(self) -> Catalog:
+        """What can be decided."""
+        ...
+
+    @property
+    def target(self) -> Target:
+        """On what device."""
+        ...
+
+
+def choose_agent(
+    session: Situation, *, policy: str | None, agent: str | None, policies: Policies | None = None
+) -> Choice:
     """Pick who chooses the routes of a session.
 
     Args:
         session: The session, for its backend and model.
         policy: Policy by name or path, or None.
         agent: Agent name, or None.
+        policies: Where policies are loaded.
 
     Raises:
         InputError: Both were given.
     """
     from routepilot.agents import NEEDS_TABLE, TRAINED_BY_PPO
-    from routepilot.agents.policy import load_policy
 
+    load = (policies or Policies()).load
     if policy is not None and agent is not None:
         raise InputError(f"both policy {policy!r} and agent {agent!r} were given; give one")
     backend = session.config.backend
@@ -165,17 +231,16 @@ def choose_agent(session: Session, *, policy: str | None, agent: str | None) -> 
             table = load_table(find_table(released_name(backend)))
             replay = Replay(table, session.config.gate)
         return Choice(agent, agent, f"agent {agent}, as asked", replay)
-    if policy is not None:
-        loaded = load_policy(find_policy(policy))
+    path = policy_file(backend, policy, agent)
+    if policy is not None and path is not None:
+        loaded = load(path)
         why = f"policy {policy}, as asked; {_records(loaded, session)}"
         return Choice(_agent_of(loaded), policy, why, policy=loaded)
-    released = released_policies()
-    name = next((n for n in (released_name(backend), ANY) if n in released), None)
-    if name is None:
+    if path is None:
         # A random route changes half the knobs at once, of which few are worth a change.
         name = "random" if len(session.catalog.knobs) <= FEW_KNOBS else "recentred"
         return Choice(name, name, f"agent {name}: no policy is released for {backend}")
-    loaded = load_policy(find_policy(name))
+    loaded, name = load(path), path.stem
     reason = f"the released one for the {backend} backend"
     if name == ANY:
         reason = f"since none is released for the {backend} backend and it is for any catalog"
@@ -188,7 +253,7 @@ def _agent_of(policy: LoadedPolicy) -> str:
     return "ppo" if policy.card.steps > 0 else "bc"
 
 
-def _records(policy: LoadedPolicy, session: Session) -> str:
+def _records(policy: LoadedPolicy, session: Situation) -> str:
     """What a policy's beliefs about a session's target rest on, for people."""
     replay = policy.replay_for(session.catalog)
     if replay is None:

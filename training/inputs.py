@@ -6,7 +6,7 @@ Owns the reading of options shared by the verbs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,11 +40,13 @@ def prepare_model(
     seed: int,
     *,
     trust: bool = False,
+    meanwhile: Callable[[], None] | None = None,
 ) -> NamedModel:
     """Prepare `zoo:NAME`, an ONNX file, or a PyTorch program: `torch:NAME` or a `.pt2` file.
 
     A folder that is prepared already (`zoo export` makes such) is taken as it is. With `trust`, a
-    program that is code as well as data is read all the same.
+    program that is code as well as data is read all the same. `meanwhile` is called where there is
+    time for it, if there is (see `prepare`).
 
     Raises:
         InputError: Anything that cannot be used.
@@ -64,7 +66,9 @@ def prepare_model(
         return _prepare_program(text, shapes, inputs, seed, trust)
     given = dict(parse_shape(item) for item in shapes or ())
     sets = read_input_sets(inputs) if inputs else None
-    return NamedModel(prepare(Path(text), shapes=given or None, inputs=sets, seed=seed))
+    return NamedModel(
+        prepare(Path(text), shapes=given or None, inputs=sets, seed=seed, meanwhile=meanwhile)
+    )
 
 
 def _prepared(

@@ -111,8 +111,9 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
     try:
         data = json.loads(source.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        words = error.strerror if isinstance(error, OSError) else error
         raise InputError(
-            f"{str(source)!r} cannot be read ({error});"
+            f"{str(source)!r} cannot be read ({words});"
             " give a folder that `routepilot tune -o` wrote"
         ) from None
     if not isinstance(data, dict):

@@ -39,7 +39,7 @@ class Budget:
             never does. Only an agent that is `Expecting` can be stopped so.
 
     Raises:
-        InputError: A negative number of builds.
+        InputError: A count or a time is negative.
     """
 
     max_builds: int
@@ -48,7 +48,11 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.max_builds < 0:
-            raise InputError(f"{self.max_builds} builds are not allowed; give 0 or more")
+            raise InputError(f"--max-builds {self.max_builds} is negative; give 0 or more")
+        if self.max_seconds is not None and not self.max_seconds >= 0:
+            raise InputError(
+                f"--max-seconds {self.max_seconds:g} is no time to spend; give 0 or more seconds"
+            )
 
 
 @dataclass(frozen=True)

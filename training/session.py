@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from routepilot.env.accuracy import Gate, regate
+from routepilot.env.accuracy import Gate, check_outputs, regate
 from routepilot.env.backends import load_backend
 from routepilot.env.backends.base import Backend, NeedsDevice, Target
 from routepilot.env.errors import RouteError, TableError
@@ -28,6 +28,7 @@ from routepilot.env.store import RecordStore
 from routepilot.env.worker import RouteWorker, Worker
 
 Say = Callable[[str], None]
+Answer = TypeVar("Answer")
 
 
 def silent(_: str) -> None:
@@ -99,6 +100,7 @@ class Session:
         trained: bool = True,
         place: Place | None = None,
     ) -> None:
+        check_outputs(config.gate, [spec.name for spec in model.outputs])
         self.model = model
         self.config = config
         self.backend: Backend | None = None
@@ -242,13 +244,14 @@ class Session:
 
     def noise_floor(self) -> float:
         """Log ratio below which two default engines cannot be told apart in this session."""
-        return self.worker.noise_floor()
+        return self._timed(self.worker.noise_floor)
 
-    def _timed(self, call: Callable[[], Outcome]) -> Outcome:
+    def _timed(self, call: Callable[[], Answer]) -> Answer:
         start = time.monotonic()
-        outcome = call()
-        self._waited += time.monotonic() - start
-        return outcome
+        try:
+            return call()
+        finally:
+            self._waited += time.monotonic() - start
 
     def _keep(self, outcome: Outcome) -> None:
         self._store.add(

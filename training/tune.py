@@ -29,7 +29,7 @@ from routepilot.env.store import RecordStore
 from routepilot.env.trtexec import build_line, trial_line
 from routepilot.training import deploy
 from routepilot.training.candidates import make_problem
-from routepilot.training.defaults import choose_agent
+from routepilot.training.defaults import Policies, choose_agent
 from routepilot.training.files import Output, write_json
 from routepilot.training.manifest import manifest
 from routepilot.training.runs import RECORDS, RESULT, Run, read_result, write_run
@@ -170,6 +170,7 @@ def tune(
     config: SessionConfig | None = None,
     until_noise: bool = False,
     expression: str | Path | None = None,
+    policies: Policies | None = None,
     say: Say = silent,
     on_outcome: Callable[[int, Outcome], None] | None = None,
     on_ask: OnAsk | None = None,
@@ -195,6 +196,7 @@ def tune(
         until_noise: Stop once the agent expects less of the next build than what timing cannot
             tell apart (`TimingPlan.half_width`). Needs an agent with a belief.
         expression: trtexec's route expression (a path: a file of one); only its routes are built.
+        policies: Where policies are loaded; one that is there already costs no time here.
         say: Hears one line at each phase.
         on_outcome: Hears each build's number and outcome.
         on_ask: Hears of each build before it begins, with what the agent believes of it.
@@ -206,15 +208,22 @@ def tune(
         InputError: Anything in the input that cannot be used; nothing is half-written.
     """
     start = time.monotonic()
-    if max_builds < 0:
-        raise InputError(f"--max-builds {max_builds} is negative; give 0 or more")
+    policies = policies or Policies()
     prepared = (
         model
         if isinstance(model, Model)
-        else prepare(Path(model), shapes=shapes, inputs=inputs, seed=seed)
+        else prepare(
+            Path(model),
+            shapes=shapes,
+            inputs=inputs,
+            seed=seed,
+            meanwhile=partial(policies.foreload, backend, policy, agent),
+        )
     )
     folder = Path(out) if out is not None else prepared.folder / "run"
     base = config or SessionConfig()
+    smallest = base.plan.half_width if until_noise else None
+    budget = Budget(max_builds, max_seconds, smallest)
     settings = replace(
         base,
         backend=backend,
@@ -231,13 +240,18 @@ def tune(
         session.wake()
         # Without a build there is only what is foreseen, and only a policy foresees.
         asked = "ppo" if max_builds == 0 and policy is None and agent is None else agent
-        choice = choose_agent(session, policy=policy, agent=asked)
+        choice = choose_agent(session, policy=policy, agent=asked, policies=policies)
         say(choice.why)
         problem = make_problem(
             session, choice.agent, max_builds, seed, expression=expression, say=say
         )
         searcher = make_agent(choice.agent, problem, replay=choice.replay, policy=choice.policy)
         foreseen = _foresee(searcher, choice.policy, problem)
+        if until_noise and not isinstance(searcher, Expecting):
+            raise InputError(
+                f"agent {searcher.name} has no expectation to stop by; drop --until-noise, or"
+                " choose by a policy, two-way-gp, greedy or thompson"
+            )
         say(f"default route of {prepared.name} on {backend}, {threads} thread(s)")
         output.keep()  # the child's log tells more of a default that fails
         default = session.default()
@@ -291,13 +305,6 @@ def tune(
             if on_outcome is not None:
                 on_outcome(number, outcome)
 
-        if until_noise and not isinstance(searcher, Expecting):
-            raise InputError(
-                f"agent {searcher.name} has no expectation to stop by; drop --until-noise, or"
-                " choose by a policy, two-way-gp or thompson"
-            )
-        smallest = settings.plan.half_width if until_noise else None
-        budget = Budget(max_builds, max_seconds, smallest)
         search = run_search(session, searcher, budget, on_outcome=hear, on_ask=on_ask)
         noise = _noise_floor(session)
         say("confirming the winner with fresh builds and other inputs")

@@ -87,7 +87,7 @@ class View:
     def say(self, text: str) -> None:
         """One remark."""
         if not self._quiet:
-            console.err.print(escape(text))
+            console.say(text)
 
     def lines(self) -> list[str]:
         """What stands below the bar."""

@@ -23,6 +23,16 @@ BACKENDS = {
 }
 
 
+def check_backend(name: str) -> None:
+    """See that a backend of a name can be asked for.
+
+    Raises:
+        InputError: There is none.
+    """
+    if name not in BACKENDS and ":" not in name:
+        raise InputError(f"backend {name!r} does not exist; there is: {', '.join(BACKENDS)}")
+
+
 def load_backend(name: str, options: Mapping[str, str] | None = None) -> Backend:
     """The backend of a name.
 
@@ -42,8 +52,7 @@ def load_backend(name: str, options: Mapping[str, str] | None = None) -> Backend
         except (ImportError, AttributeError) as error:
             raise InputError(f"backend {name!r} cannot be loaded: {error}") from None
         return made
-    if name not in BACKENDS:
-        raise InputError(f"backend {name!r} does not exist; there is: {', '.join(BACKENDS)}")
+    check_backend(name)
     if name == "inductor":
         from routepilot.env.backends.inductor import InductorBackend
 

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from routepilot.env import normalise
-from routepilot.env.errors import ModelError
+from routepilot.env.errors import InputError, ModelError
 from routepilot.env.models import (
     Model,
     fingerprint_of,
@@ -78,6 +78,23 @@ def test_preparing_again_finds_it_made(tmp_path: Path) -> None:
     assert (first.folder / "model.json").stat().st_mtime_ns == stamp
     other = prepare(path, cache=tmp_path / "cache", seed=1)
     assert other.fingerprint == first.fingerprint and other.folder != first.folder
+
+
+def test_what_can_be_done_meanwhile_is_done_once_and_its_error_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    path, cache = write(dense(), tmp_path / "m.onnx"), tmp_path / "cache"
+    calls: list[int] = []
+
+    def refuse() -> None:
+        raise InputError("no such policy")
+
+    with pytest.raises(InputError, match="no such policy"):
+        prepare(path, cache=cache, meanwhile=refuse)
+    assert not any(cache.iterdir())
+    for _ in range(2):  # the second finds the references made, and has no time to spare
+        prepare(path, cache=cache, meanwhile=lambda: calls.append(1))
+    assert calls == [1]
 
 
 def test_fingerprint_follows_the_computation_alone(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import onnx
 import pytest
 
-from routepilot.training import cli
+from routepilot.training import cli, console
 
 
 def run(
@@ -106,6 +107,13 @@ def test_truncated_model_is_refused(
         (("--policy", "nowhere"), ("nowhere",)),
         (("--backend", "gcc"), ("gcc", "cpu")),
         (("--threads", "0"), ("0",)),
+        (("--option", "threads=4"), ("--threads",)),
+        (("--seed", "-1"), ("--seed -1",)),
+        (("--max-seconds", "nan"), ("--max-seconds nan",)),
+        (("--max-seconds", "-1"), ("--max-seconds -1",)),
+        (("--deadline", "nan"), ("--deadline nan",)),
+        (("--deadline", "0"), ("--deadline 0",)),
+        (("--limit", "nobody=0.1"), ("nobody", "outputs are")),
     ],
 )
 def test_unusable_options_are_refused_in_one_line(
@@ -121,6 +129,76 @@ def test_unusable_options_are_refused_in_one_line(
         *run(capsys, monkeypatch, "tune", str(tiny_file), "-o", str(out), "--json", *options),
         *words,
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("compare MODEL --agents , -o OUT", "names nobody"),
+        ("compare MODEL --max-builds -2 -o OUT", "--max-builds -2"),
+        ("compare MODEL --expression nowhere=1 --agents random -o OUT", "nowhere"),
+        ("collect --models nowhere -o OUT/t.parquet", "nowhere"),
+        ("collect --models MODEL --workers 0 -o OUT/t.parquet", "0 workers"),
+        ("collect --models MODEL -o OUT/t.onnx", ".parquet"),
+        ("train --seed -1 -o OUT", "--seed -1"),
+        ("train --max-seconds -1 -o OUT", "--max-seconds -1"),
+        ("evaluate --split nowhere -o OUT", "nowhere"),
+        ("evaluate --tolerance -1 -o OUT", "-1"),
+        ("confirm-live nowhere -o OUT", "nowhere"),
+        ("doctor --backend gcc", "gcc"),
+        ("report OUT", "No such file"),
+        ("explain OUT", "No such file"),
+    ],
+)
+def test_every_verb_refuses_in_one_line_and_leaves_nothing(
+    words: str,
+    told: str,
+    tiny_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out"
+    given = [w.replace("MODEL", str(tiny_file)).replace("OUT", str(out)) for w in words.split()]
+    refused(*run(capsys, monkeypatch, *given), told)
+    assert not out.exists()
+
+
+def test_until_noise_without_a_belief_is_refused_before_any_build(
+    tiny_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out"
+    options = ("--agent", "random", "--until-noise", "--quiet", "-o", str(out))
+    refused(*run(capsys, monkeypatch, "tune", str(tiny_file), *options), "no expectation")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("lacks", ["shape", "type"])
+@pytest.mark.parametrize("kind", ["input", "output"])
+def test_a_model_that_does_not_say_what_goes_in_or_out_is_refused_by_name(
+    kind: str,
+    lacks: str,
+    tiny_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proto = onnx.load(str(tiny_file))
+    value = getattr(proto.graph, kind)[0]
+    (value.type.tensor_type if lacks == "shape" else value).ClearField(lacks)
+    onnx.save(proto, str(tmp_path / "bare.onnx"))
+    command = ("tune", str(tmp_path / "bare.onnx"), "-o", str(tmp_path / "out"))
+    refused(*run(capsys, monkeypatch, *command), f"no {lacks} for its {kind} {value.name!r}")
+
+
+def test_a_line_of_a_pipe_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console.say("word " * 100)
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_an_output_folder_that_is_a_file_is_refused(

@@ -16,6 +16,7 @@ from routepilot.training.collect import (
     CorpusModel,
     Progress,
     Repeats,
+    at_most,
     collect,
     plan_routes,
     table_from_store,
@@ -33,6 +34,14 @@ def test_plan_holds_every_single_change_and_only_legal_routes(count: int) -> Non
     assert set(catalog.neighbours(DEFAULT_ROUTE)) <= set(plan)
     assert all(catalog.is_legal(route) and catalog.parse(str(route)) == route for route in plan)
     assert plan == plan_routes(catalog, count, seed=3)
+
+
+def test_a_smaller_plan_is_a_draw_of_the_whole() -> None:
+    plan = plan_routes(load_backend("cpu", {}).catalog(), 1)
+    few = at_most(plan, 12, seed=4)
+    assert len(few) == 12 and few == [route for route in plan if route in set(few)]
+    assert few == at_most(plan, 12, seed=4) != at_most(plan, 12, seed=5)
+    assert at_most(plan, len(plan) + 1) == plan
 
 
 def test_collection_resumes_where_it_stopped(tiny: Model, tmp_path: Path) -> None:

@@ -80,6 +80,24 @@ def test_compare_refuses_what_cannot_run_before_any_build(agents, words, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_a_policy_is_loaded_before_it_is_asked_for_and_once(monkeypatch):
+    loaded = []
+
+    def load(path):
+        loaded.append(path.stem)
+        return load_policy(path)
+
+    monkeypatch.setattr("routepilot.agents.policy.load_policy", load)
+    policies = defaults.Policies()
+    policies.foreload("cpu", None, "random")  # asks no policy
+    policies.foreload("cuda", None, None)
+    assert loaded == []
+    policies.foreload("cpu", None, None)
+    session = Session("cpu")
+    choice = choose_agent(session, policy=None, agent=None, policies=policies)
+    assert loaded == ["cpu"] and choice.policy is policies.load(find_policy("cpu"))
+
+
 def test_every_released_policy_loads():
     assert {"cpu", "h200"} <= set(released_policies())
 
