@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -163,7 +163,7 @@ def measure(folder: Path, hear: Callable[[str, float], None]) -> None:
 
 
 def _worst(
-    found: list[dict[str, np.ndarray]], wanted: list[Mapping[str, np.ndarray]]
+    found: Sequence[Mapping[str, np.ndarray]], wanted: Sequence[Mapping[str, np.ndarray]]
 ) -> float:
     """Log10 of the largest relative L2 error over outputs and sets, within what is told apart."""
     worst = 10.0**SMALLEST

@@ -8,8 +8,8 @@ The covariance of two (model, route) pairs is a product: how alike the models ar
 the routes are. Models are alike by a constant they all share, by their features, and by being the
 same (the multi-task kernel of Bonilla et al., NIPS 2007); routes by the knobs in which they
 differ. The loss of a route is moreover near to linear in what rounding alone did to the model
-(`probes.py`), with slopes that routes share as they are alike. Nothing in it needs a route, a knob or a catalog to be in the table: knobs of another
-compiler join those of the table (`joint`).
+(`probes.py`), with slopes that routes share as they are alike. Nothing in it needs a route, a knob
+or a catalog to be in the table: knobs of another compiler join those of the table (`joint`).
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def tune_cost() -> tuple[str, str]:
             beyond.append(seconds - worker)
             shares.append(100 * (seconds - worker) / seconds)
             peaks.append(peak / 2**20)
-    share, seconds = spread(shares[1:], "%"), spread(beyond[1:], "s")
-    return f"{share} of the run; {seconds}", spread(peaks[1:], "MiB")
+    share, fixed = spread(shares[1:], "%"), spread(beyond[1:], "s")
+    return f"{share} of the run; {fixed}", spread(peaks[1:], "MiB")
 
 
 def _installed() -> dict[str, str]:

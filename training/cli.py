@@ -442,16 +442,12 @@ def doctor(backend: BackendOpt = "cpu", option: OptionOpt = None, json: JsonOpt 
     from routepilot.training.doctor import run_checks
     from routepilot.training.inputs import backend_options
 
-<<<<<<< HEAD
+    check_backend(backend)
     checks = []
     for check in run_checks(backend, backend_options(option)):
         checks.append(check.as_json())
         if not json:  # as they come: a compiler takes its time
             console.print_check(check)
-=======
-    check_backend(backend)
-    checks = [check.as_json() for check in run_checks(backend, backend_options(option))]
->>>>>>> product
     failed = any(check["status"] == "fail" for check in checks)
     if json:
         console.print_json(checks)
