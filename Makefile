@@ -48,7 +48,7 @@ bench: $(VENV)/.dev
 
 # Every figure of the README's evidence, in half an hour or more: the test families on both
 # tables, the rivals with one family left out at a time, and across compilers.
-JUDGED := --split test --training-seeds 3 --seeds 3 --workers 2 \
+JUDGED := --split test --training-seeds 5 --seeds 3 --workers 2 \
 	--agents $(RIVALS),bc,ppo,ppo-no-stop
 evidence: $(VENV)/.dev
 	$(BIN)/routepilot records describe cpu
