@@ -453,12 +453,17 @@ class _Run:
                 self.model.learn(
                     self.config.steps - done, callback=Watch(), reset_num_timesteps=False
                 )
+            ended = self._why_it_ends()  # the last score may tell another tale
             self.consider()
             self.model.logger.dump(step=self.model.num_timesteps)
         except KeyboardInterrupt:
             self.interrupted = True
             self.consider()
             return " (interrupted; the best so far is saved, and the same command goes on)"
+        return ended
+
+    def _why_it_ends(self) -> str:
+        """What ended PPO before its steps, in brackets; empty when nothing did."""
         if self.is_stale:
             return f" (no better score in {self.best.stale} evaluations)"
         if self.is_settled:

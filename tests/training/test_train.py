@@ -63,7 +63,12 @@ def test_training_until_the_noise_ends_before_its_steps(tmp_path: Path) -> None:
     long = replace(
         SHORT, steps=20_000, teacher_episodes=40, rollout=64, batch=128, evaluate_every=128
     )
-    done = train(synthetic.table(), replace(long, until_noise=True), out=tmp_path, say=heard.append)
+    done = train(
+        synthetic.table(),
+        replace(long, until_noise=True),
+        out=tmp_path,
+        say=heard.append,
+    )
     assert done.steps < 20_000
     scores = [line for line in heard if "steps: score" in line]
     assert len(scores) >= 3 and any("scatter" in line for line in heard)
