@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -312,7 +313,7 @@ class RecordStore:
         self._db.execute("PRAGMA foreign_keys = ON")
         if self._version() == SCHEMA_VERSION and self._pragma("journal_mode") == "wal":
             return
-        self._db.execute("PRAGMA journal_mode = WAL")
+        self._take_up_log()
         self._db.execute("BEGIN IMMEDIATE")
         try:
             # Another process may have been first: look again now that the file is ours.
@@ -326,6 +327,18 @@ class RecordStore:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+
+    def _take_up_log(self) -> None:
+        """Switch to a write-ahead log; SQLite does not wait where two do so at once."""
+        end = time.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > end:
+                    raise
+                time.sleep(0.005)
 
     def _version(self) -> int:
         """The file's schema version; 0 for a new file."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -110,3 +112,16 @@ def test_files_that_are_not_ours_are_refused(tmp_path: Path) -> None:
         RecordStore(newer)
     with pytest.raises(TableError, match=r"folder\.sqlite"):
         RecordStore(tmp_path / "no" / "folder.sqlite")
+
+
+def test_a_new_store_is_opened_by_many_at_once(tmp_path: Path) -> None:
+    """SQLite refuses one of two that switch to a write-ahead log at once, without waiting."""
+
+    def opened(number: int) -> None:
+        together.wait()
+        RecordStore(tmp_path / f"{number}.sqlite").close()
+
+    with ThreadPoolExecutor(6) as pool:
+        for number in range(150):
+            together = threading.Barrier(6)
+            list(pool.map(opened, [number] * 6))
