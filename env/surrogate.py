@@ -43,6 +43,9 @@ SMALLEST_LOSS = -7.0
 #: Standard deviation of a log10 loss beyond what inputs and rounding move it.
 LOSS_NOISE = 0.1
 
+#: The same where a build gave no outputs: that says little of what rounding does to routes like it.
+LOST_NOISE = 2.0
+
 #: Standard deviation of a log speed-up beyond what one session's interval shows.
 SPEED_NOISE = 0.02
 
@@ -298,7 +301,7 @@ class Belief:
         if measured is not None:
             noise = math.hypot(noise_of(measured), SPEED_NOISE)
             self.speed.observe(place, float(np.clip(measured.log_speedup, -CLIP, CLIP)), noise)
-        self.loss.observe(place, log_loss(loss), LOSS_NOISE)
+        self.loss.observe(place, log_loss(loss), loss_noise(loss))
 
     def p_feasible(self, tolerance: float) -> Floats:
         """Chance of each route to pass a limit."""
@@ -325,6 +328,11 @@ def expected_excess(mean: Floats, sd: Floats) -> Floats:
 def log_loss(loss: float) -> float:
     """Log10 of a loss, within what is told apart."""
     return max(math.log10(max(min(loss, LOST), 1e-12)), SMALLEST_LOSS)
+
+
+def loss_noise(loss: float) -> float:
+    """Standard deviation of what a log10 loss says."""
+    return LOST_NOISE if loss >= LOST else LOSS_NOISE
 
 
 @dataclass(frozen=True)
@@ -380,7 +388,7 @@ class Surrogate:
         )
         self._loss = self._condition(
             [np.array([log_loss(x) for x in m.loss]) for m in self.models],
-            [np.full(len(m.routes), LOSS_NOISE) for m in self.models],
+            [np.array([loss_noise(x) for x in m.loss]) for m in self.models],
             (scales or Scales()).loss,
             probed=True,
         )

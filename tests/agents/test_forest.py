@@ -54,7 +54,7 @@ def test_trees_tell_models_apart_by_their_features() -> None:
     odd = FOREST.leaning(REPLAY.model("model7").card.features, integers)
     even = FOREST.leaning(REPLAY.model("model6").card.features, integers)
     assert odd.speed.mean() > even.speed.mean() + 0.1
-    assert odd.chance.mean() > even.chance.mean() + 0.2
+    assert odd.chance.mean() > even.chance.mean() + 0.3
     assert FOREST.leaning(None, integers).speed.shape == (40, 1)
 
 
