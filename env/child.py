@@ -144,6 +144,15 @@ class Child:
         """True while the child runs and was not killed."""
         return self._request >= 0 and self.process.poll() is None
 
+    @property
+    def has_words(self) -> bool:
+        """True when something waits to be read from it, or it will say no more."""
+        if self._reply < 0 or self.process.poll() is not None:
+            return True
+        poll = select.poll()
+        poll.register(self._reply, select.POLLIN)
+        return bool(poll.poll(0))
+
     def ask(self, request: Mapping[str, Any], deadline_seconds: float) -> dict[str, Any] | Ended:
         """Send a request and wait for its answer; see `post` and `answer`."""
         self.post(request)

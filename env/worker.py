@@ -54,6 +54,9 @@ class RouteWorker(Protocol):
     @property
     def stray_flags(self) -> str | None: ...  # noqa: D102
 
+    @property
+    def is_starting(self) -> bool: ...  # noqa: D102
+
     def close(self) -> None: ...  # noqa: D102
 
     def wake(self) -> None: ...  # noqa: D102
@@ -180,6 +183,12 @@ class Worker:
         """Let a child start meanwhile; it builds and times nothing before it is asked to."""
         if self._child is None and self._waking is None:
             self._woken, self._waking = time.monotonic(), self._open()
+
+    @property
+    def is_starting(self) -> bool:
+        """True while a child that was woken is not up yet; its deadline passed, nobody waits."""
+        late = time.monotonic() - self._woken > self.deadline_seconds
+        return self._waking is not None and not late and not self._waking.has_words
 
     def default_outcome(self) -> Outcome:
         """The default route's outcome: its losses and latency, with a log speed-up of exactly 0.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from routepilot.env import measure
 from routepilot.env.accuracy import Gate, Verdict, judge
 from routepilot.env.backends import load_backend
-from routepilot.env.backends.base import Backend, BuildFailure, Confirming, Engine, Tensors
+from routepilot.env.backends.base import Backend, BuildFailure, Confirming, Engine, Tensors, Warming
 from routepilot.env.backends.layers import Layered
 from routepilot.env.child import Line, one_line
 from routepilot.env.drafts import draft_folder
@@ -391,6 +391,8 @@ def _open(request: Mapping[str, Any], event: Callable[[dict[str, Any]], None]) -
     backend = load_backend(request["backend"], request["options"])
     if request["confirming"] and isinstance(backend, Confirming):
         backend.confirming()
+    if isinstance(backend, Warming):
+        backend.warm()
     return Bench(
         backend,
         Model.load(Path(request["model"])),

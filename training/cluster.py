@@ -295,6 +295,7 @@ class ClusterWorker:
         self.deadline_seconds = config.deadline_seconds
         #: Nothing is hidden from who waits: a slot starts its child when it is asked.
         self.starting_seconds = 0.0
+        self.is_starting = False
         self.stray_flags: str | None = None
 
     def close(self) -> None:

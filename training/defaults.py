@@ -93,7 +93,7 @@ def find_table(name: str) -> Path:
         TableError: There is no such file or name.
     """
     path = Path(name)
-    if path.suffix == ".parquet" or os.path.exists(path):
+    if path.suffix == ".parquet" or os.path.isfile(path):  # a folder may be called `cpu`
         return path
     released = checkpoints_folder() / "tables" / f"{name}.parquet"
     if os.path.exists(released):  # which a name that is too long answers too

@@ -157,6 +157,10 @@ class Sweep:
         self.works = [self._work(model, routes) for model in self._models()]
         if not self.works:
             raise InputError(f"no model can be made ready: {self.unready}")
+        with ThreadPoolExecutor(max(1, options.build_workers)) as pool:
+            # Now rather than at the first timing, while every build would stand still.
+            list(pool.map(lambda work: work.session.features, self.works))
+        say(f"features of {len(self.works)} models known after {self.elapsed:.0f} s")
         self._seen: list[float] = []
         self._spent = {"paused": 0.0, "timed": 0}
         self._flushed = time.monotonic()
@@ -251,9 +255,11 @@ class Sweep:
         self._opened.close()
 
     def _must_wait(self, built: Built[Job]) -> bool:
-        """True while the default route of its model is still being built."""
+        """True while its model's default route is being built, or the child that times starts."""
         work = built.job.work
-        return work.default is None and not work.error
+        if work.error:
+            return False
+        return work.default is None or work.session.worker.is_starting
 
     def _has_work(self) -> bool:
         return any(work.steps for work in self.works)

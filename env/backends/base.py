@@ -194,6 +194,15 @@ class Confirming(Protocol):
 
 
 @runtime_checkable
+class Warming(Protocol):
+    """A backend that can load beforehand what its first build would wait for."""
+
+    def warm(self) -> None:
+        """Load libraries and open the device; builds and times nothing."""
+        ...
+
+
+@runtime_checkable
 class Narrows(Protocol):
     """A backend that can tell before a build what cannot matter to a model."""
 

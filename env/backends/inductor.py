@@ -131,6 +131,12 @@ class InductorBackend:
             versions["triton"] = _version("triton")
         return Target(self.name, device, versions, self.catalog().key, settings)
 
+    def warm(self) -> None:
+        """Import the compiler's settings and open the GPU; see `base.Warming`."""
+        self.catalog()
+        if self._gpu is not None:
+            self._torch.zeros(1, device="cuda")
+
     def alone(self) -> AbstractContextManager[None]:
         """The GPU for one measurement as a whole; nothing to hold on a CPU."""
         return nullcontext() if self._gpu is None else self._gpu.lock()

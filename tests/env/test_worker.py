@@ -391,3 +391,22 @@ def test_quotes_stay_on_one_line_and_short():
 
 def test_models_are_real(model):
     assert isinstance(model, Model) and len(model.selection()) >= 1
+
+
+def test_a_woken_child_is_starting_until_it_is_up(make):
+    worker = make()
+    assert not worker.is_starting  # nobody was woken
+    worker.wake()
+    assert worker.is_starting
+    deadline = time.monotonic() + 30
+    while worker.is_starting and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert time.monotonic() < deadline
+    assert worker.default_outcome().is_feasible and not worker.is_starting
+
+
+def test_nobody_waits_for_a_child_past_its_deadline(make):
+    worker = make(deadline_seconds=0.001)
+    worker.wake()
+    time.sleep(0.01)
+    assert not worker.is_starting

@@ -264,6 +264,27 @@ def _archive(path: Path, **files: str) -> Path:
     return path
 
 
+UNITS = """
+import subprocess
+import torch._inductor.config as config
+from torch._inductor import cpu_vec_isa
+from routepilot.env.backends.inductor_build import _try_no_vector_units
+
+def refuse(*arguments, **more):
+    raise AssertionError(f"a process was started: {arguments}")
+
+_try_no_vector_units()
+subprocess.Popen = subprocess.run = subprocess.check_call = refuse
+with config.patch({"cpp.vec_isa_ok": True}):
+    print(*map(str, cpu_vec_isa.valid_vec_isa_list()))
+"""
+
+
+def test_a_gpu_build_compiles_nothing_to_learn_of_vector_units() -> None:
+    done = subprocess.run([sys.executable, "-c", UNITS], capture_output=True, text=True, check=True)
+    assert "amx" not in done.stdout
+
+
 def test_the_hash_is_of_code_and_not_of_places(tmp_path: Path) -> None:
     name = "c" + "a2" * 25 + "b"
     assert len(name) == 52
