@@ -124,9 +124,7 @@ def test_a_backend_without_a_policy_gets_the_one_for_any_catalog(tmp_path, monke
     assert choice.agent == "random" and "no policy" in choice.why
 
 
-def test_a_folder_of_a_tables_name_does_not_hide_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_a_tables_name_does_not_hide_it(tmp_path, monkeypatch):
     (tmp_path / "cpu").mkdir()
     monkeypatch.chdir(tmp_path)
     assert find_table("cpu").is_file()
