@@ -7,8 +7,10 @@ import os
 import stat
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
+import psutil
 import pytest
 import synthetic
 
@@ -111,6 +113,22 @@ def test_a_search_stops_under_the_noise_and_misses_no_more_than_that(place: int)
 def test_tune_tells_its_noise_floor(tiny: Model, tmp_path: Path) -> None:
     floor = tune(tiny, out=tmp_path, agent="default", max_builds=0).manifest["noise_floor"]
     assert isinstance(floor, float) and 0 < floor < 1
+
+
+def test_an_answer_is_on_disk_before_the_first_build(tiny: Model, tmp_path: Path) -> None:
+    found = []
+
+    def look(*asked: object) -> None:
+        found.append(json.loads((tmp_path / "result.json").read_text()))
+
+    tune(tiny, out=tmp_path, agent="fast", max_builds=2, on_ask=look)
+    assert [len(result["trials"]) for result in found] == [0, 1]
+    assert all(r["state"] == "searching" and r["is_default"] for r in found)
+    assert all(r["agent"] == "fast" and r["speedup"] == 1.0 for r in found)
+    answered = json.loads((tmp_path / "result.json").read_text())
+    assert answered["state"] == "done"
+    tune(tiny, out=tmp_path, agent="fast", max_builds=3, on_ask=look)
+    assert found[-1] == answered, "a confirmed answer stands until there is another"
 
 
 def test_until_noise_needs_an_agent_with_a_belief(tiny: Model, tmp_path: Path) -> None:
@@ -220,7 +238,7 @@ def test_a_manifest_tells_of_clocks_and_of_who_else_uses_the_gpu(
     tool.write_text(
         "#!/bin/sh\ncase $1 in\n"
         "--query-gpu*) echo 'Fake GPU, 600.1, 1410, 1593, 1980, 41, 75.1, Enabled, Default';;\n"
-        "*) echo '/usr/bin/somebody';;\nesac\n"
+        "*) echo \"$PPID, /usr/bin/python\"; echo '1, /usr/bin/somebody';;\nesac\n"
     )
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -235,6 +253,15 @@ def test_a_manifest_tells_of_clocks_and_of_who_else_uses_the_gpu(
     json.dumps(found)
 
 
+def test_a_guest_without_frequency_files_tells_the_mean_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine, "CPU_CLOCK", tmp_path / "nowhere")
+    monkeypatch.setattr(psutil, "cpu_freq", lambda: SimpleNamespace(current=2445.4))
+    assert machine.clocks() == {"cpu": {"mhz": "2445"}}
+
+
 def test_a_tool_that_fails_is_nothing_to_tell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,4 +270,5 @@ def test_a_tool_that_fails_is_nothing_to_tell(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(machine, "CPU_CLOCK", tmp_path / "nowhere")
+    monkeypatch.setattr(psutil, "cpu_freq", lambda: None)
     assert machine.clocks() == {}
