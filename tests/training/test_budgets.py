@@ -231,6 +231,12 @@ def test_what_is_allowed_is_exactly_what_is_overlooked(
             Session(tiny, config, store, tmp_path / "work")
 
 
+@pytest.mark.parametrize("name", ["nonsense", "version.onnx", "versions.", "versions", "settings"])
+def test_what_no_target_has_cannot_be_allowed(name: str) -> None:
+    with pytest.raises(InputError, match=f"--allow '{name}' is nothing.*versions.NAME"):
+        SessionConfig(allow=("device", name))
+
+
 def test_a_manifest_tells_of_clocks_and_of_who_else_uses_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
