@@ -13,6 +13,7 @@ from typing import cast
 import psutil
 import pytest
 import synthetic
+from typer.testing import CliRunner
 
 from routepilot.agents import make_agent
 from routepilot.agents.base import Expecting, Problem, search
@@ -25,7 +26,7 @@ from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import Route
 from routepilot.env.store import RecordStore
 from routepilot.env.tables import load_table
-from routepilot.training import machine
+from routepilot.training import cli_corpus, machine
 from routepilot.training.collect import (
     CorpusModel,
     Repeats,
@@ -278,3 +279,12 @@ def test_a_tool_that_fails_is_nothing_to_tell(
     monkeypatch.setattr(machine, "CPU_CLOCK", tmp_path / "nowhere")
     monkeypatch.setattr(psutil, "cpu_freq", lambda: None)
     assert machine.clocks() == {}
+
+
+def test_a_collection_out_of_time_says_so(tiny_file: Path, tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    given = ["collect", "-o", str(tmp_path / "t.parquet"), "--models", str(tiny_file), "-q"]
+    few = ["--routes", "30", "--controls", "0", "--recheck", "0"]
+    found = run(cli_corpus.app, [*given, *few, "--max-seconds", "2"])
+    assert found.exit_code == 0, found.output
+    assert "(1 model; the time is up, the same command goes on)" in found.output
