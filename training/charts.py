@@ -72,43 +72,75 @@ def _best_ends(trials: list[dict[str, Any]]) -> list[float]:
     return ends
 
 
-def frontier(trials: list[dict[str, Any]], limit: float) -> dict[str, Any]:
-    """Speed-up against error, with the gate's limit and the front of what passes it.
+#: A loss on the axis: what is smaller, 0 too, is drawn there.
+SMALLEST = 1e-8
+
+#: What a loss is called in figures and tables.
+LOSS_WORDS = {"rel_l2": "relative L2"}
+
+#: A build in a figure: its loss, its speed-up, its trial.
+Point = tuple[float, float, dict[str, Any]]
+
+
+def timed_points(trials: list[dict[str, Any]], metric: str) -> list[Point]:
+    """Every build that was timed and has a finite loss by the metric.
 
     Args:
         trials: `result["trials"]`.
-        limit: Limit of the gate.
+        metric: The gate's.
     """
     points = []
     for trial in trials:
-        loss = trial["losses"].get("rel_l2")
+        loss = trial["losses"].get(metric)
         if trial["speedup"] and isinstance(loss, (int, float)) and math.isfinite(loss):
-            points.append((max(float(loss), 1e-8), float(trial["speedup"]), trial))
-    scale = _Speed([p[1] for p in points])
-    low = math.log10(min([p[0] for p in points] + [limit])) - 0.3
-    high = math.log10(max([p[0] for p in points] + [limit])) + 0.3
+            points.append((max(float(loss), SMALLEST), float(trial["speedup"]), trial))
+    return points
 
-    def x(loss: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (math.log10(loss) - low) / (high - low)
 
+def front_of(points: list[Point]) -> list[tuple[float, float]]:
+    """Loss and speed-up of the feasible builds that no other beats in both, by rising loss."""
     front: list[tuple[float, float]] = []
     for loss, speedup, trial in sorted(points, key=lambda p: (p[0], -p[1])):
         if trial["status"] == "ok" and (not front or speedup > front[-1][1]):
             front.append((loss, speedup))
+    return front
+
+
+def stairs(front: list[tuple[float, float]], limit: float) -> list[tuple[float, float]]:
+    """Corners of the line of the most speed that each loss allows, up to the limit."""
+    ends = [loss for loss, _ in front[1:]] + [max(limit, front[-1][0])] if front else []
+    return [corner for (a, s), b in zip(front, ends, strict=True) for corner in ((a, s), (b, s))]
+
+
+def frontier(trials: list[dict[str, Any]], limit: float, metric: str = "rel_l2") -> dict[str, Any]:
+    """Speed-up against loss, with the gate's limit and the front of what passes it.
+
+    Args:
+        trials: `result["trials"]`.
+        limit: Limit of the gate.
+        metric: Its metric.
+    """
+    points = timed_points(trials, metric)
+    limit_drawn = max(limit, SMALLEST)
+    scale = _Speed([p[1] for p in points])
+    low = math.log10(min([p[0] for p in points] + [limit_drawn])) - 0.3
+    high = math.log10(max([p[0] for p in points] + [limit_drawn])) + 0.3
+
+    def x(loss: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (math.log10(loss) - low) / (high - low)
+
+    corners = stairs(front_of(points), limit_drawn)
     return {
         **_area(scale),
         "points": [
             {"x": x(p[0]), "y": scale.y(p[1]), "ok": p[2]["status"] == "ok", "trial": p[2]}
             for p in points
         ],
-        "front": " ".join(f"{x(loss):.1f},{scale.y(speedup):.1f}" for loss, speedup in front),
-        "limit_x": x(limit),
+        "front": " ".join(f"{x(loss):.1f},{scale.y(speedup):.1f}" for loss, speedup in corners),
+        "limit_x": x(limit_drawn),
         "limit": limit,
-        "x_ticks": [
-            {"x": x(10.0**power), "text": f"1e{power}"}
-            for power in _powers(math.ceil(low), math.floor(high))
-        ],
-        "x_label": "error (relative L2)",
+        "x_ticks": [{"x": x(loss), "text": text} for loss, text in _loss_ticks(low, high)],
+        "x_label": f"error ({LOSS_WORDS.get(metric, metric)})",
     }
 
 
@@ -149,6 +181,19 @@ def _area(scale: _Speed) -> dict[str, Any]:
 def _powers(low: int, high: int) -> range:
     """Powers of ten for an axis, no more than fit."""
     return range(low, high + 1, max(1, math.ceil((high - low + 1) / MOST_TICKS)))
+
+
+def _loss_ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Powers of ten; where fewer than two are in sight, twice and five times them too."""
+    powers = _powers(math.ceil(low), math.floor(high))
+    if len(powers) > 1:
+        return [(10.0**power, f"1e{power}") for power in powers]
+    return [
+        (times * 10.0**power, f"{times}e{power}")
+        for power in range(math.floor(low), math.floor(high) + 1)
+        for times in (1, 2, 5)
+        if low <= math.log10(times) + power <= high
+    ]
 
 
 def _count(trials: list[dict[str, Any]]) -> list[float]:

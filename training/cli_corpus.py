@@ -310,7 +310,9 @@ def collect(
     if json:
         console.print_json({"table": str(out), "models": len(table.models), "routes": len(plan)})
     else:
-        console.out.print(f"written: {out} ({len(table.models)} models)", markup=False)
+        told = "1 model" if len(table.models) == 1 else f"{len(table.models)} models"
+        late = "; the time is up, the same command goes on" if time.monotonic() >= end else ""
+        console.out.print(f"written: {out} ({told}{late})", markup=False, soft_wrap=True)
 
 
 def _in_turn(hear: Callable[[Progress], None]) -> Callable[[Progress], None]:

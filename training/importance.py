@@ -213,6 +213,10 @@ def _require_forest() -> None:
 def shown(knobs: Sequence[Importance], count: int = 20) -> list[tuple[str, str, str]]:
     """Rows for people: knob, importance, interval."""
     return [
-        (k.knob, f"{100 * k.importance:.1f} %", f"{100 * k.low:.1f} to {100 * k.high:.1f}")
+        (k.knob, f"{_percent(k.importance)} %", f"{_percent(k.low)} to {_percent(k.high)}")
         for k in knobs[:count]
     ]
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share, 1) + 0.0:.1f}"  # no -0.0

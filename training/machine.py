@@ -6,9 +6,12 @@ absent; nothing fails because a file or a tool is not there.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
+
+import psutil
 
 #: Folder of the first core's frequency files.
 CPU_CLOCK = Path("/sys/devices/system/cpu/cpu0/cpufreq")
@@ -27,9 +30,10 @@ def clocks() -> dict[str, object]:
     """Clocks and governors of the processor and of each GPU, and other processes on the GPUs.
 
     Returns:
-        `cpu`: governor and kHz, where the system tells. `gpus`: one entry a GPU, by the names of
-        `GPU_FIELDS`. `gpu_processes`: names of the programs that compute on a GPU, without their
-        folders. Absent keys mean that there is nothing to tell.
+        `cpu`: governor and kHz of the first core, or `mhz`, the mean of all, where only that is
+        told. `gpus`: one entry a GPU, by the names of `GPU_FIELDS`. `gpu_processes`: names of the
+        other programs that compute on a GPU, without their folders; this one and its children are
+        left out. Absent keys mean that there is nothing to tell.
     """
     found: dict[str, object] = {}
     cpu = {
@@ -37,14 +41,40 @@ def clocks() -> dict[str, object]:
         for name in ("scaling_governor", "scaling_cur_freq", "scaling_max_freq")
         if (text := _read(CPU_CLOCK / name))
     }
-    if cpu:
+    if cpu or (cpu := _mean_clock()):
         found["cpu"] = cpu
     rows = _smi(f"--query-gpu={','.join(GPU_FIELDS)}")
     if rows:
         found["gpus"] = [dict(zip(GPU_FIELDS, row, strict=False)) for row in rows]
-        programs = _smi("--query-compute-apps=process_name")
-        found["gpu_processes"] = [Path(row[0]).name for row in programs if row and row[0]]
+        ours = _ours()
+        found["gpu_processes"] = [
+            Path(name).name
+            for number, name in _pairs(_smi("--query-compute-apps=pid,process_name"))
+            if number not in ours and name
+        ]
     return found
+
+
+def _mean_clock() -> dict[str, str]:
+    """What /proc/cpuinfo tells where the system has no frequency files, as in most guests."""
+    try:
+        told = psutil.cpu_freq()
+    except (OSError, RuntimeError, NotImplementedError):
+        return {}
+    return {"mhz": f"{told.current:.0f}"} if told and told.current else {}
+
+
+def _ours() -> set[str]:
+    """Process numbers of this program and its children."""
+    try:
+        children = psutil.Process().children(recursive=True)
+    except psutil.Error:
+        children = []
+    return {str(os.getpid()), *(str(child.pid) for child in children)}
+
+
+def _pairs(rows: list[list[str]]) -> list[tuple[str, str]]:
+    return [(row[0], ", ".join(row[1:])) for row in rows if len(row) > 1]
 
 
 def _read(path: Path) -> str:

@@ -6,11 +6,11 @@ Owns the figure: best speed-up so far against builds, and speed against accuracy
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from routepilot.env.errors import MissingExtraError
+from routepilot.training.charts import LOSS_WORDS, front_of, stairs, timed_points
 from routepilot.training.runs import read_result
 
 #: Inches, and dots an inch of a PNG.
@@ -78,12 +78,14 @@ def _best_so_far(axes: Any, trials: list[dict[str, Any]]) -> None:
 
 
 def _frontier(axes: Any, result: dict[str, Any]) -> None:
-    for trial in result["trials"]:
-        loss = trial["losses"].get("rel_l2")
-        if trial["speedup"] and isinstance(loss, float) and math.isfinite(loss):
-            kind = ("o", "C0") if trial["status"] == "ok" else ("x", "C3")
-            axes.plot(max(loss, 1e-8), trial["speedup"], kind[0], color=kind[1], markersize=4)
-    limit = (result["manifest"].get("gate") or {}).get("limit")
+    gate = result["manifest"].get("gate") or {}
+    metric, limit = gate.get("metric", "rel_l2"), gate.get("limit")
+    points = timed_points(result["trials"], metric)
+    corners = stairs(front_of(points), limit or 0.0)
+    axes.plot([x for x, _ in corners], [y for _, y in corners], color="C2", linewidth=1.5)
+    for loss, speedup, trial in points:
+        kind = ("o", "C0") if trial["status"] == "ok" else ("x", "C3")
+        axes.plot(loss, speedup, kind[0], color=kind[1], markersize=4)
     if limit:
         axes.axvline(limit, color="C3", linestyle="--", linewidth=0.8)
-    axes.set(xlabel="error (relative L2)", xscale="log")
+    axes.set(xlabel=f"error ({LOSS_WORDS.get(metric, metric)})", xscale="log")

@@ -76,12 +76,15 @@ def render(
     environment.filters["ratio"] = lambda value: f"{value:.3f}x"
     environment.filters["short"] = lambda value: f"{value:.3g}"
     environment.filters["words"] = lambda value: str(value).replace("_", " ")
+    environment.globals["chooser"] = _chooser(result)
     trials = result["trials"]
     return environment.from_string(template).render(
         result=result,
         by_builds=best_so_far(trials, seconds=False),
         by_seconds=best_so_far(trials, seconds=True),
-        front=frontier(trials, float(_gate(result).get("limit", 1e-2))),
+        front=frontier(
+            trials, float(_gate(result).get("limit", 1e-2)), _gate(result).get("metric", "rel_l2")
+        ),
         effects=knob_effects(trials),
         failures=_failures(trials),
         comparison=comparison if _is_same(comparison, result) else None,
@@ -152,7 +155,7 @@ def _answer_lines(result: dict[str, Any]) -> list[str]:
         "",
         f"{_cell(result['backend'])} on {_cell(result['target']['device'])}{limit};"
         f" {result['builds']} routes built in {result['seconds']:.0f} s, chosen by"
-        f" {_cell(result['policy'])}; default latency {result['default_latency_ms']:.3g} ms.",
+        f" {_cell(_chooser(result))}; default latency {result['default_latency_ms']:.3g} ms.",
     ]
 
 
@@ -189,6 +192,12 @@ def _line(text: object) -> str:
 def _cell(text: object) -> str:
     """Text for a Markdown table cell: one line, no bars, no markup of its own."""
     return _line(text).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+
+
+def _chooser(result: dict[str, Any]) -> str:
+    """Who chose the routes: an agent, or a policy, which may be named like a backend."""
+    kind = "agent" if result.get("agent") == result["policy"] else "policy"
+    return f"the {kind} {result['policy']}"
 
 
 def _gate(result: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from routepilot.env.accuracy import Gate, check_outputs, regate
 from routepilot.env.backends import load_backend
 from routepilot.env.backends.base import Backend, NeedsDevice, Target
-from routepilot.env.errors import RouteError, TableError
+from routepilot.env.errors import InputError, RouteError, TableError
 from routepilot.env.features import model_features
 from routepilot.env.measure import TimingPlan
 from routepilot.env.models import Model
@@ -59,6 +59,19 @@ class SessionConfig:
     memory_limit_bytes: int | None = None
     cpu: int | None = None
     allow: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what no two targets can differ in: it would be overlooked in silence.
+
+        Raises:
+            InputError: A name of `allow` is none of a target's.
+        """
+        for name in self.allow:
+            if not Target.has(name):
+                raise InputError(
+                    f"--allow {name!r} is nothing that targets differ in: backend, device,"
+                    " catalog_key, versions.NAME or settings.NAME; a refusal names what differs"
+                )
 
 
 class Place(Protocol):

@@ -108,6 +108,7 @@ class TuneResult:
             "backend": self.backend,
             "target": dict(self.target),
             "policy": self.policy,
+            "agent": self.search.agent,
             "route": self.route,
             "is_default": self.is_default,
             "speedup": speedup,
@@ -297,14 +298,18 @@ def tune(
         so_far: list[Outcome] = []
         keeps = out is not None and not _is_answered(folder, prepared, session.target.key)
 
-        def hear(number: int, outcome: Outcome) -> None:
-            so_far.append(outcome)
+        def keep() -> None:
             if keeps:
                 search = Search(searcher.name, tuple(so_far), 0.0, "running")
                 write_json(folder / RESULT, result_of(search, UNCONFIRMED, "searching").as_json())
+
+        def hear(number: int, outcome: Outcome) -> None:
+            so_far.append(outcome)
+            keep()
             if on_outcome is not None:
                 on_outcome(number, outcome)
 
+        keep()
         search = run_search(session, searcher, budget, on_outcome=hear, on_ask=on_ask)
         noise = _noise_floor(session)
         say("confirming the winner with fresh builds and other inputs")

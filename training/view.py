@@ -91,7 +91,8 @@ class View:
 
     def lines(self) -> list[str]:
         """What stands below the bar."""
-        failed = ", ".join(f"{count} {kind}" for kind, count in self._failed.most_common())
+        kinds = self._failed.most_common()
+        failed = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in kinds)
         return [
             *self._best_lines(),
             *([f"failed: {failed}"] if failed else []),
@@ -126,8 +127,8 @@ class View:
         self._refresh()
 
     def _left(self, number: int) -> str:
-        if not self._built:
-            return ""
+        if not self._built or number >= self._total:
+            return ""  # what comes after the builds is said as it comes
         left = self._taken() / self._built * (self._total - number)
         if self._max_seconds is not None:
             left = min(left, max(self._max_seconds - self._charged(), 0.0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -52,6 +52,12 @@ class Target:
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @staticmethod
+    def has(name: str) -> bool:
+        """True when targets may differ in `name`, e.g. `device` or `versions.onnx`."""
+        head, _, leaf = name.partition(".")
+        return bool(leaf) if head in NESTED else name in _FIELDS
+
     def differences(self, other: Target) -> dict[str, tuple[str, str]]:
         """Every thing in which two targets differ, e.g. `settings.threads`: here and there."""
         mine, theirs = _leaves(asdict(self)), _leaves(asdict(other))
@@ -68,6 +74,11 @@ class Target:
             if value != theirs[name]:
                 return f"{name} is {value!r} here and {theirs[name]!r} there"
         return ""
+
+
+#: Fields of a target whose values have names of their own, and the others.
+NESTED = ("versions", "settings")
+_FIELDS = tuple(f.name for f in fields(Target) if f.name not in NESTED)
 
 
 def _leaves(data: Mapping[str, object], prefix: str = "") -> dict[str, str]:

@@ -7,10 +7,13 @@ import os
 import stat
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
+import psutil
 import pytest
 import synthetic
+from typer.testing import CliRunner
 
 from routepilot.agents import make_agent
 from routepilot.agents.base import Expecting, Problem, search
@@ -23,7 +26,7 @@ from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import Route
 from routepilot.env.store import RecordStore
 from routepilot.env.tables import load_table
-from routepilot.training import machine
+from routepilot.training import cli_corpus, machine
 from routepilot.training.collect import (
     CorpusModel,
     Repeats,
@@ -111,6 +114,22 @@ def test_a_search_stops_under_the_noise_and_misses_no_more_than_that(place: int)
 def test_tune_tells_its_noise_floor(tiny: Model, tmp_path: Path) -> None:
     floor = tune(tiny, out=tmp_path, agent="default", max_builds=0).manifest["noise_floor"]
     assert isinstance(floor, float) and 0 < floor < 1
+
+
+def test_an_answer_is_on_disk_before_the_first_build(tiny: Model, tmp_path: Path) -> None:
+    found = []
+
+    def look(*asked: object) -> None:
+        found.append(json.loads((tmp_path / "result.json").read_text()))
+
+    tune(tiny, out=tmp_path, agent="fast", max_builds=2, on_ask=look)
+    assert [len(result["trials"]) for result in found] == [0, 1]
+    assert all(r["state"] == "searching" and r["is_default"] for r in found)
+    assert all(r["agent"] == "fast" and r["speedup"] == 1.0 for r in found)
+    answered = json.loads((tmp_path / "result.json").read_text())
+    assert answered["state"] == "done"
+    tune(tiny, out=tmp_path, agent="fast", max_builds=3, on_ask=look)
+    assert found[-1] == answered, "a confirmed answer stands until there is another"
 
 
 def test_until_noise_needs_an_agent_with_a_belief(tiny: Model, tmp_path: Path) -> None:
@@ -213,6 +232,12 @@ def test_what_is_allowed_is_exactly_what_is_overlooked(
             Session(tiny, config, store, tmp_path / "work")
 
 
+@pytest.mark.parametrize("name", ["nonsense", "version.onnx", "versions.", "versions", "settings"])
+def test_what_no_target_has_cannot_be_allowed(name: str) -> None:
+    with pytest.raises(InputError, match=f"--allow '{name}' is nothing.*versions.NAME"):
+        SessionConfig(allow=("device", name))
+
+
 def test_a_manifest_tells_of_clocks_and_of_who_else_uses_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +245,7 @@ def test_a_manifest_tells_of_clocks_and_of_who_else_uses_the_gpu(
     tool.write_text(
         "#!/bin/sh\ncase $1 in\n"
         "--query-gpu*) echo 'Fake GPU, 600.1, 1410, 1593, 1980, 41, 75.1, Enabled, Default';;\n"
-        "*) echo '/usr/bin/somebody';;\nesac\n"
+        "*) echo \"$PPID, /usr/bin/python\"; echo '1, /usr/bin/somebody';;\nesac\n"
     )
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -235,6 +260,15 @@ def test_a_manifest_tells_of_clocks_and_of_who_else_uses_the_gpu(
     json.dumps(found)
 
 
+def test_a_guest_without_frequency_files_tells_the_mean_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine, "CPU_CLOCK", tmp_path / "nowhere")
+    monkeypatch.setattr(psutil, "cpu_freq", lambda: SimpleNamespace(current=2445.4))
+    assert machine.clocks() == {"cpu": {"mhz": "2445"}}
+
+
 def test_a_tool_that_fails_is_nothing_to_tell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,4 +277,14 @@ def test_a_tool_that_fails_is_nothing_to_tell(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(machine, "CPU_CLOCK", tmp_path / "nowhere")
+    monkeypatch.setattr(psutil, "cpu_freq", lambda: None)
     assert machine.clocks() == {}
+
+
+def test_a_collection_out_of_time_says_so(tiny_file: Path, tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    given = ["collect", "-o", str(tmp_path / "t.parquet"), "--models", str(tiny_file), "-q"]
+    few = ["--routes", "30", "--controls", "0", "--recheck", "0"]
+    found = run(cli_corpus.app, [*given, *few, "--max-seconds", "2"])
+    assert found.exit_code == 0, found.output
+    assert "(1 model; the time is up, the same command goes on)" in found.output

@@ -6,7 +6,7 @@ import pytest
 import synthetic
 
 from routepilot.env.errors import InputError
-from routepilot.training.importance import importance
+from routepilot.training.importance import Importance, importance, shown
 
 
 def test_the_corpus_moves_by_engine_and_precision() -> None:
@@ -34,6 +34,10 @@ def test_one_model_has_its_own_order() -> None:
 def test_equal_seeds_give_equal_figures() -> None:
     table = synthetic.table(4)
     assert importance(table, seed=3) == importance(table, seed=3)
+
+
+def test_nothing_is_not_less_than_nothing() -> None:
+    assert shown([Importance("-k", -0.0001, -0.012, -0.0002)]) == [("-k", "0.0 %", "-1.2 to 0.0")]
 
 
 def test_an_unknown_model_is_refused_with_the_known_ones() -> None:

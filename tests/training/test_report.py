@@ -128,6 +128,31 @@ def test_written_page_matches_the_result(tmp_path: Path) -> None:
     assert "Grüße" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
+def test_the_front_is_drawn_by_the_metric_of_the_gate() -> None:
+    made = [{**trial("-a=1", speedup=1.2), "losses": {"rel_l2": 1e-6, "cos": 0.002}}]
+    drawn = frontier(made, 0.01, "cos")
+    (point,) = drawn["points"]
+    assert drawn["x_label"] == "error (cos)" and len(drawn["x_ticks"]) >= 2
+    ticks = {tick["text"]: tick["x"] for tick in drawn["x_ticks"]}
+    assert ticks["2e-3"] == pytest.approx(point["x"]) and ticks["1e-2"] == drawn["limit_x"]
+    page = render(result(trials=made, manifest={"gate": {"metric": "cos", "limit": 0.01}}))
+    assert "error (cos)" in page
+    exact = frontier([{**trial("-a=1"), "losses": {"l1": 0.0}}], 0.0, "l1")
+    assert exact["points"][0]["x"] == exact["limit_x"], "a limit of nothing has a place too"
+
+
+def test_the_page_says_who_chose() -> None:
+    assert "chosen by the policy cpu<" in render(result(agent="ppo"))
+    assert "chosen by the agent random<" in render(result(policy="random", agent="random"))
+    assert "by the agent random;" in summary(result(policy="random", agent="random"))
+
+
+def test_knobs_are_not_broken_behind_their_hyphen() -> None:
+    same = {**trial("-a=1"), "reason": "same engine as -engine=openvino <b>"}
+    page = render(result(trials=[same]))
+    assert 'same engine as <span class="knob">-engine=openvino</span> &lt;b&gt;' in page
+
+
 def test_the_front_holds_what_nothing_feasible_beats() -> None:
     made = [
         {**trial("-a=1", speedup=1.2), "losses": {"rel_l2": 1e-6}},
@@ -137,7 +162,10 @@ def test_the_front_holds_what_nothing_feasible_beats() -> None:
         {**trial("-a=5", "invalid_output", None), "losses": {"rel_l2": "inf"}},
     ]
     drawn = frontier(made, 1e-2)
-    assert len(drawn["front"].split()) == 2
+    places = [tuple(map(float, pair.split(","))) for pair in drawn["front"].split()]
+    assert len(places) == 4, "two steps: what the first error allows, what the second does"
+    assert places[0][1] == places[1][1] > places[2][1] == places[3][1], "SVG's y falls with speed"
+    assert places[3][0] == pytest.approx(drawn["limit_x"], abs=0.1), "up to the limit"
     assert len(drawn["points"]) == 4
     beyond = [p["x"] > drawn["limit_x"] for p in drawn["points"]]
     assert beyond == [False, False, False, True]

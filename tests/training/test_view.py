@@ -33,6 +33,8 @@ def test_lines_tell_the_state(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().err
     assert "[1/3] building -a=1 (expected" in told and "[2/3] -a=2  crashed" in told
     assert "\x1b" not in told
+    view.outcome(3, Outcome(Route.read("-a=3"), Status.ACCURACY_FAILED, "rel_l2 is 0.1"))
+    assert view.lines()[-1] == "failed: 1 crashed, 1 accuracy failed"
 
 
 def test_a_comparison_tells_each_agents_best_and_counts_over_all(
