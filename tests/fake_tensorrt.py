@@ -10,10 +10,12 @@ memory that stands for the device's; a value can be made to fail, or to do nothi
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import enum
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -585,6 +587,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "11.1.0.106") -> Fak
     monkeypatch.setattr(tensorrt_engine, "Gpu", FakeGpu)
     monkeypatch.setattr(tensorrt_engine, "GpuTimer", FakeTimer)
     plans = Path(tempfile.mkdtemp(prefix="routepilot-plans-"))
+    atexit.register(shutil.rmtree, plans, ignore_errors=True)
     monkeypatch.setattr(ours, "_folder", lambda kind: plans / kind)
     return module
 

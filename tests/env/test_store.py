@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import sqlite3
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -114,14 +112,20 @@ def test_files_that_are_not_ours_are_refused(tmp_path: Path) -> None:
         RecordStore(tmp_path / "no" / "folder.sqlite")
 
 
-def test_a_new_store_is_opened_by_many_at_once(tmp_path: Path) -> None:
+def test_a_new_store_is_opened_while_another_process_sets_it_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SQLite refuses one of two that switch to a write-ahead log at once, without waiting."""
+    path = tmp_path / "s.sqlite"
+    waits = []
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # where a process stands that was a moment earlier
 
-    def opened(number: int) -> None:
-        together.wait()
-        RecordStore(tmp_path / f"{number}.sqlite").close()
+        def wait(seconds: float) -> None:
+            waits.append(seconds)
+            if len(waits) == 2:
+                other.execute("ROLLBACK")
 
-    with ThreadPoolExecutor(6) as pool:
-        for number in range(150):
-            together = threading.Barrier(6)
-            list(pool.map(opened, [number] * 6))
+        monkeypatch.setattr("routepilot.env.store.time.sleep", wait)
+        RecordStore(path).close()
+    assert len(waits) == 2
