@@ -58,7 +58,8 @@ def to_int8(values: Array, axis: int | None) -> Array:
     other = None if axis is None else tuple(i for i in range(values.ndim) if i != axis)
     scale = np.abs(values).max(axis=other, keepdims=True) / np.float32(127.0)
     scale = np.where(scale == 0, np.float32(1.0), scale)  # the least denormals have no scale either
-    return (np.clip(np.round(values / scale), -127, 127) * scale).astype(np.float32)
+    codes = np.clip(np.round(values / scale), -127, 127)
+    return np.asarray(codes * scale, np.float32)
 
 
 def in_16_bits(model: onnx.ModelProto, *, brain: bool) -> onnx.ModelProto:
