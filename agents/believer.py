@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from routepilot.agents.base import AgentFactory, OrderedAgent, Problem
 from routepilot.agents.policy import LoadedPolicy
 from routepilot.agents.pool import first_candidates
+from routepilot.env.beliefs import Signal
 from routepilot.env.episode import ROW_FEATURES, Episode, Observation, loss_of
 from routepilot.env.forecast import Calibration, Forecast, forecast
+from routepilot.env.likeness import joint
 from routepilot.env.liveness_prior import weighed
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import Route
-from routepilot.env.surrogate import Signal, Surrogate, joint
+from routepilot.env.surrogate import Surrogate
 
 #: Price of an average build when a policy acts, in log speed-up: half a per cent of speed.
 PRICE = 0.005

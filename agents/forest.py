@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from routepilot.agents.base import AgentFactory, Problem
 from routepilot.agents.pool import ScoringAgent
 from routepilot.env.backends.recorded import ModelReplay, Replay
+from routepilot.env.beliefs import CLIP, expected_excess
 from routepilot.env.errors import MissingExtraError
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
-from routepilot.env.surrogate import CLIP, expected_excess
 
 Floats = NDArray[np.float64]
 

@@ -23,9 +23,9 @@ from routepilot.agents.choosing import choose_setting
 from routepilot.agents.pool import ScoringAgent
 from routepilot.agents.transfer import GainTable, greedy_coreset
 from routepilot.env.backends.recorded import Replay
+from routepilot.env.likeness import Kernel, encode, relevance, route_likeness
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import Route
-from routepilot.env.surrogate import Kernel, encode, relevance, route_likeness
 
 Floats = NDArray[np.float64]
 

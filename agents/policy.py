@@ -25,9 +25,10 @@ from routepilot.env.drafts import whole_file
 from routepilot.env.episode import CONTEXT_FEATURES, ROW_FEATURES, ROWS, Observation
 from routepilot.env.errors import PolicyError, TableError
 from routepilot.env.forecast import Calibration
+from routepilot.env.likeness import Kernel
 from routepilot.env.records import ModelCard
 from routepilot.env.routes import Catalog
-from routepilot.env.surrogate import Kernel, Surrogate
+from routepilot.env.surrogate import Surrogate
 from routepilot.env.tables import load_table
 
 #: Version of the card's format and of the observation it belongs to.

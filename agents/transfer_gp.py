@@ -17,17 +17,10 @@ from numpy.typing import NDArray
 from routepilot.agents.base import AgentFactory, Problem
 from routepilot.agents.pool import ScoringAgent
 from routepilot.env.backends.recorded import ModelReplay, Replay, noise_of
+from routepilot.env.beliefs import CLIP, SPEED_NOISE, Signal, expected_excess
+from routepilot.env.likeness import Kernel, encode, route_likeness
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import Catalog, Route
-from routepilot.env.surrogate import (
-    CLIP,
-    SPEED_NOISE,
-    Kernel,
-    Signal,
-    encode,
-    expected_excess,
-    route_likeness,
-)
 
 Floats = NDArray[np.float64]
 

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepilot.env.backends.recorded import LOST
+from routepilot.env.beliefs import Belief, chance_below, expected_excess
+from routepilot.env.likeness import STRONG, encode
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
-from routepilot.env.surrogate import STRONG, Belief, chance_below, encode, expected_excess
 
 Floats = NDArray[np.float64]
 

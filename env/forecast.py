@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from scipy.special import expit, logit, ndtr
 
 from routepilot.env.backends.recorded import ModelReplay, Replay
+from routepilot.env.beliefs import Belief
 from routepilot.env.routes import Route
-from routepilot.env.surrogate import Belief, Surrogate
+from routepilot.env.surrogate import Surrogate
 
 Floats = NDArray[np.float64]
 

@@ -20,9 +20,9 @@ from routepilot.env.liveness_table import LivenessCard, LivenessTable, outcomes_
 from routepilot.env.operator_rules import ruled_out
 
 if TYPE_CHECKING:
+    from routepilot.env.beliefs import Belief
     from routepilot.env.liveness import Liveness
     from routepilot.env.routes import Catalog, Route
-    from routepilot.env.surrogate import Belief
 
 Floats = NDArray[np.float64]
 
@@ -219,7 +219,7 @@ def weighed(belief: Belief, routes: Sequence[Route], acts: Mapping[str, float]) 
         routes: The routes.
         acts: Change -> chance to act; what is not in it acts for sure.
     """
-    from routepilot.env.surrogate import Belief, Signal
+    from routepilot.env.beliefs import Belief, Signal
 
     if not acts:
         return belief

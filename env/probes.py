@@ -79,33 +79,39 @@ PATIENCE, DEADLINE = 30.0, 120.0
 def probes_of(folder: Path) -> Mapping[str, float]:
     """The probes of a prepared model, made at the first call and kept in its folder.
 
+    What could not be made is kept as `UNKNOWN` and not tried again; without the file it is.
+
     Args:
         folder: The model's folder.
 
     Returns:
-        Log10 of the relative L2 error of the worst output, by probe; `UNKNOWN` where it was not
-        made.
+        Log10 of the relative L2 error of the worst output, by probe, from `SMALLEST` to `LARGEST`;
+        `UNKNOWN` where it was not made.
     """
     found = _read(folder / FILE)
     if found is None:
-        found = _made_in_child(folder)
+        found = dict.fromkeys(NAMES, UNKNOWN) | _made_in_child(folder)
         try:
             with whole_file(folder / FILE) as draft:
                 draft.write_text(json.dumps(found), encoding="utf-8")
         except OSError:
             pass  # a folder that cannot be written costs the probes once more, next time
-    return {name: found.get(name, UNKNOWN) for name in NAMES}
+    return found
 
 
 def _read(path: Path) -> dict[str, float] | None:
+    """The probes of a file; None when it is absent, damaged or of other probes."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    sound = isinstance(found, dict) and all(
-        isinstance(v, int | float) and SMALLEST <= v <= LARGEST for v in found.values()
-    )
-    return found if sound else None
+    if not isinstance(found, dict) or set(found) != set(NAMES):
+        return None
+    return found if all(_is_sound(value) for value in found.values()) else None
+
+
+def _is_sound(value: object) -> bool:
+    return isinstance(value, int | float) and SMALLEST <= value <= LARGEST
 
 
 def _made_in_child(folder: Path) -> dict[str, float]:
@@ -122,9 +128,13 @@ def _made_in_child(folder: Path) -> dict[str, float]:
         lines = (late.stdout or b"").decode(errors="replace").splitlines()
     found = {}
     for line in lines:
-        name, _, value = line.partition(" ")
-        if name in NAMES:
-            found[name] = float(value)
+        name, _, text = line.partition(" ")
+        try:
+            value = float(text)
+        except ValueError:  # an operator's own words
+            continue
+        if name in NAMES and _is_sound(value):
+            found[name] = value
     return found
 
 
@@ -171,7 +181,8 @@ def _worst(
         for name, right in reference.items():
             if given[name].shape != right.shape:
                 return LARGEST
-            error = losses(given[name], right, 0.0, 0.0)["rel_l2"]
+            with np.errstate(invalid="ignore"):  # infinite outputs have no cosine
+                error = losses(given[name], right, 0.0, 0.0)["rel_l2"]
             worst = max(worst, error if math.isfinite(error) else 10.0**LARGEST)
     return min(math.log10(worst), LARGEST)
 

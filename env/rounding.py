@@ -23,7 +23,12 @@ _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 #: Operators whose results are no activations.
 _NOT_ROUNDED = frozenset({"Constant", "ConstantOfShape", "Cast", "Shape", "If", "Loop", "Scan"})
 
-#: Axis of the output channels of a weight; the others have a scale for the whole tensor.
+#: Operators that read sizes, not numbers, from all inputs but the first.
+_SIZED = frozenset({"Resize", "Upsample"})
+
+#: Axis of a weight that has a scale for each index; the others have a scale for the whole tensor.
+#: It is the axis of the output channels, but for a Gemm that transposes its weight: its scales go
+#: by input channel, and stay so, since the released policies were trained on probes made so.
 _CHANNELS = {"Conv": 0, "ConvTranspose": 1, "MatMul": -1, "Gemm": -1}
 
 Array = NDArray[np.float32]
@@ -44,15 +49,21 @@ def to_fp16(values: Array) -> Array:
 
 
 def to_int8(values: Array, axis: int | None) -> Array:
-    """Round to symmetric int8, with a scale for each index of an axis, or one for all."""
+    """Round to symmetric int8, with a scale for each index of an axis, or one for all.
+
+    Args:
+        values: Finite, at least one.
+        axis: The axis, counted from the first; None for one scale.
+    """
     other = None if axis is None else tuple(i for i in range(values.ndim) if i != axis)
-    largest = np.abs(values).max(axis=other, keepdims=True)
-    scale = np.where(largest == 0, 1.0, largest / 127.0)
-    return (np.clip(np.round(values / scale), -127, 127) * scale).astype(np.float32)
+    scale = np.abs(values).max(axis=other, keepdims=True) / np.float32(127.0)
+    scale = np.where(scale == 0, np.float32(1.0), scale)  # the least denormals have no scale either
+    codes = np.clip(np.round(values / scale), -127, 127)
+    return np.asarray(codes * scale, np.float32)
 
 
 def in_16_bits(model: onnx.ModelProto, *, brain: bool) -> onnx.ModelProto:
-    """Every weight and every activation in bf16 (`brain`) or fp16.
+    """Every weight and every activation in bf16 (`brain`) or fp16; what the graph is fed stays.
 
     Args:
         model: A graph with inferred shapes, so that the type of each value is known.
@@ -97,7 +108,8 @@ def in_int8(
                 name = node.input[place]
                 if not name or name in constant:
                     continue
-                codes = [f"{node.output[0]}::{place}::{part}" for part in ("q", "scale", "zero")]
+                result = next(filter(None, node.output))  # a recurrence may leave the first out
+                codes = [f"{result}::{place}::{part}" for part in ("q", "scale", "zero")]
                 found.append(helper.make_node("DynamicQuantizeLinear", [name], codes))
                 found.append(helper.make_node("DequantizeLinear", codes, [f"{codes[0]}::x"]))
                 node.input[place] = f"{codes[0]}::x"
@@ -153,7 +165,10 @@ def _change_weights(
     constant = _constants(model)
     axes: dict[str, int | None] = dict.fromkeys(constant) if operators is None else {}
     for node in model.graph.node:
-        if operators is not None and node.op_type in operators:
+        if operators is None and node.op_type in _SIZED:
+            for name in node.input[1:]:
+                axes.pop(name, None)
+        elif operators is not None and node.op_type in operators:
             for name in node.input[1 : 3 if node.op_type in _RECURRENT else 2]:
                 if name in constant:
                     axes.setdefault(name, _CHANNELS.get(node.op_type))

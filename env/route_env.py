@@ -27,10 +27,11 @@ from routepilot.env.episode import (
     loss_of,
 )
 from routepilot.env.errors import InputError
+from routepilot.env.likeness import encode
 from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
-from routepilot.env.surrogate import Surrogate, encode, leave_family_out
+from routepilot.env.surrogate import Surrogate, leave_family_out
 
 #: Names under which the environments are registered.
 ENV_ID = "RoutePilot/RouteSelection-v0"

@@ -5,6 +5,7 @@ The pages of `SESSIONS` run as a whole: their blocks and commands in order, in o
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import inspect
 import os
@@ -155,6 +156,32 @@ def test_a_page_runs_from_top_to_bottom(page: Path, tiny_file: Path) -> None:
                 run(*words[1:]) if words[0] == "python" else run("-m", *words)
         done += 1
     assert done >= 3
+
+
+#: Rooms of the house, and the folders whose modules their paragraphs name.
+ROOMS = {
+    "env": ("env", "env/backends"),
+    "agents": ("agents",),
+    "training": ("training",),
+    "scripts": ("scripts",),
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_architecture_names_every_module_and_no_other(room: str) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    paragraphs = re.split(
+        r"^(?=\*\*`)", page.split("\n## The rooms")[1].split("\n## ")[0], flags=re.M
+    )
+    text = "".join(p for p in paragraphs if p.startswith(f"**`{room}/"))
+    other = [n for n in re.findall(r"`([\w*]+/[\w*/]*\.py)`", text) if not n.startswith(room)]
+    assert not other, other
+    named = {n.rpartition("/")[2] for n in re.findall(r"`([\w*/]+\.py)`", text)}
+    found = [p.name for folder in ROOMS[room] for p in (ROOT / folder).glob("*.py")]
+    modules = [name for name in found if not name.startswith("__")]
+    missing = [m for m in modules if not any(fnmatch.fnmatch(m, n) for n in named)]
+    gone = [n for n in named if not fnmatch.filter(modules, n)]
+    assert not missing and not gone and modules, (missing, gone)
 
 
 def test_there_is_something_to_test() -> None:

@@ -26,7 +26,7 @@ from routepilot.env.store import RecordStore
 from routepilot.env.tables import load_table
 from routepilot.env.trtexec import trial_line
 from routepilot.training.candidates import make_problem
-from routepilot.training.defaults import find_policy, find_table, released_name, released_policies
+from routepilot.training.defaults import find_table, policy_file, released_name
 from routepilot.training.files import Output, ensure_folder, write_json
 from routepilot.training.inputs import NamedModel
 from routepilot.training.manifest import manifest
@@ -297,7 +297,7 @@ def compare(
         config: Session settings.
         out: Folder for the records and the result; repeating the command continues there.
         table: Route table by name or path; the backend's released one when None.
-        policy: Policy by name or path; the backend's released one when None.
+        policy: Policy by name or path; when None the backend's released one, or that for any.
         seed: Seed for every agent.
         expression: As in `tune`.
         say: Hears remarks.
@@ -377,17 +377,18 @@ def _sources(
 
     known = loaded = None
     family = ""
-    released = released_name(backend)
     if any(name in NEEDS_TABLE for name in agents):
-        known, family = without_model(load_table(find_table(table or released)), named)
+        place = find_table(table or released_name(backend))
+        known, family = without_model(load_table(place), named)
     if NEEDS_POLICY & set(agents):
-        if policy is None and released not in released_policies():
+        path = policy_file(backend, policy, "ppo")
+        if path is None:
             raise PolicyError(f"no policy is released for {backend}; give one with --policy")
-        loaded = load_policy(find_policy(policy or released))
+        loaded = load_policy(path)
         card = loaded.model(named.model.fingerprint)
         family = card.family if card is not None else family
         if card is not None:
-            loaded = load_policy(find_policy(policy or released), without=(family,))
+            loaded = load_policy(path, without=(family,))
             say(f"the policy was trained on {named.model.name}: only its surrogate can forget that")
     if "bc" in agents:
         make_factory("bc", policy=loaded)  # a policy of another kind is refused before any build

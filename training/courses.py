@@ -18,9 +18,10 @@ from routepilot.env.accuracy import Gate
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import InputError
 from routepilot.env.forecast import Calibration, fit, seen_odds
+from routepilot.env.likeness import Kernel
 from routepilot.env.records import RouteTable
 from routepilot.env.route_env import Randomness, RouteSelectionEnv, Seen
-from routepilot.env.surrogate import Kernel, Surrogate, leave_family_out
+from routepilot.env.surrogate import Surrogate, leave_family_out
 
 #: Fewest families that a policy can be trained on.
 LEAST_FAMILIES = 3

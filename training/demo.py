@@ -21,7 +21,8 @@ from routepilot.training.inputs import prepare_model
 from routepilot.training.report import write_report
 from routepilot.training.search import Budget
 from routepilot.training.session import SessionConfig
-from routepilot.training.train import TrainConfig, train
+from routepilot.training.train import train
+from routepilot.training.train_config import TrainConfig
 from routepilot.training.tune import tune
 from routepilot.training.view import CompareView, SearchView
 

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.recorded import ModelReplay, Replay
+from routepilot.env.beliefs import CLIP
 from routepilot.env.errors import InputError, MissingExtraError
+from routepilot.env.likeness import encode
 from routepilot.env.records import RouteTable
 from routepilot.env.routes import Catalog
-from routepilot.env.surrogate import CLIP, encode
 
 Floats = NDArray[np.float64]
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.recorded import LOST, ModelReplay, Replay
+from routepilot.env.beliefs import CLIP
 from routepilot.env.records import RouteTable
 from routepilot.env.routes import Route
-from routepilot.env.surrogate import CLIP
 from routepilot.training.folds import folds
 
 Floats = NDArray[np.float64]

@@ -20,7 +20,7 @@ from routepilot.env.errors import InputError, MissingExtraError
 from routepilot.env.records import RouteTable
 from routepilot.env.zoo_entries import SPLITS, splits
 from routepilot.training.defaults import checkpoints_folder
-from routepilot.training.train import TrainConfig
+from routepilot.training.train_config import TrainConfig
 
 #: Stands for the validation families of the corpus' split among `validation`.
 SPLIT = "split"

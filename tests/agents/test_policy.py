@@ -16,8 +16,8 @@ from routepilot.agents.policy import Card, Network, file_hash, load_policy, save
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.episode import CONTEXT_FEATURES, ROW_FEATURES, ROWS, Observation
 from routepilot.env.errors import PolicyError
+from routepilot.env.likeness import Kernel
 from routepilot.env.routes import Route
-from routepilot.env.surrogate import Kernel
 from routepilot.env.tables import save_table
 
 

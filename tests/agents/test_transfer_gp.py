@@ -19,9 +19,10 @@ from routepilot.agents.transfer_gp import (
     worths,
 )
 from routepilot.env.backends.recorded import Replay
+from routepilot.env.beliefs import Signal
+from routepilot.env.likeness import encode
 from routepilot.env.outcomes import Outcome, Status
 from routepilot.env.routes import Route
-from routepilot.env.surrogate import Signal, encode
 
 REPLAY = Replay(synthetic.table())
 ROUTES = list(REPLAY.models[0].routes)

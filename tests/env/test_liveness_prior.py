@@ -12,6 +12,7 @@ from routepilot.agents.believer import greedy
 from routepilot.agents.pool import first_candidates
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.tensorrt_catalog import make_catalog, shipped_routes_json
+from routepilot.env.likeness import Kernel
 from routepilot.env.liveness import Liveness
 from routepilot.env.liveness_pool import Found
 from routepilot.env.liveness_prior import (
@@ -25,7 +26,7 @@ from routepilot.env.liveness_prior import (
 from routepilot.env.liveness_table import LivenessCard, LivenessTable, describe_liveness
 from routepilot.env.outcomes import Measurement, Outcome, Status
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog
-from routepilot.env.surrogate import Kernel, Scales, blank
+from routepilot.env.surrogate import Scales, blank
 
 TILING, SLICES, FLASH, SPLIT = (
     "-kgen:tiling=0",

@@ -9,16 +9,11 @@ import pytest
 import synthetic
 
 from routepilot.env.backends.recorded import LOST, ModelReplay, Replay
+from routepilot.env.beliefs import Signal
+from routepilot.env.likeness import encode, joint
 from routepilot.env.outcomes import Outcome, Status
 from routepilot.env.routes import Catalog, Knob, Route
-from routepilot.env.surrogate import (
-    Signal,
-    Surrogate,
-    encode,
-    greedy_share,
-    joint,
-    leave_family_out,
-)
+from routepilot.env.surrogate import Surrogate, greedy_share, leave_family_out
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +167,7 @@ def test_a_large_table_is_told_by_its_telling_routes(monkeypatch: pytest.MonkeyP
 
 
 def test_telling_routes_are_unlike_each_other_and_known_to_many() -> None:
-    from routepilot.env.surrogate import telling
+    from routepilot.env.likeness import telling
 
     alike = np.array([[1.0, 0.99, 0.1], [0.99, 1.0, 0.1], [0.1, 0.1, 1.0]])
     assert telling(alike, np.array([4, 4, 4]), 2).tolist() == [True, False, True]

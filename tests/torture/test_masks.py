@@ -25,10 +25,10 @@ from routepilot.agents.policy import LoadedPolicy
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import InputError
+from routepilot.env.likeness import Kernel
 from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Knob, Requirement, Route
-from routepilot.env.surrogate import Kernel
 
 MILLION = 1_000_000
 

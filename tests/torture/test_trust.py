@@ -116,7 +116,8 @@ def test_a_planted_pickle_does_not_run(name: str, wrapping: str, tmp_path: Path)
 
 
 def test_a_policy_name_stays_in_its_folder(tmp_path: Path) -> None:
-    from routepilot.training.train import TrainConfig, train
+    from routepilot.training.train import train
+    from routepilot.training.train_config import TrainConfig
 
     for name in ("../outside", "a/b", "..", "", ".hidden", "new\nline"):
         with pytest.raises(RoutePilotError, match="name"):

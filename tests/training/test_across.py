@@ -15,7 +15,8 @@ from routepilot.env.outcomes import Outcome, Status
 from routepilot.env.records import RouteTable
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Knob, combine
 from routepilot.training.evaluate import evaluate
-from routepilot.training.train import TrainConfig, train
+from routepilot.training.train import train
+from routepilot.training.train_config import TrainConfig
 
 pytest.importorskip("stable_baselines3")
 

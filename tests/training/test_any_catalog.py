@@ -19,7 +19,8 @@ from routepilot.env.route_env import LEAST_ROUTES, Randomness, RouteSelectionEnv
 from routepilot.env.routes import Catalog, Knob, Route
 from routepilot.env.surrogate import leave_family_out
 from routepilot.training.courses import AlternatingEnv
-from routepilot.training.train import TrainConfig, train
+from routepilot.training.train import train
+from routepilot.training.train_config import TrainConfig
 
 SHORT = TrainConfig(
     steps=256,

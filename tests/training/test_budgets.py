@@ -42,7 +42,7 @@ from routepilot.training.inputs import NamedModel
 from routepilot.training.manifest import manifest
 from routepilot.training.search import Budget, run_search
 from routepilot.training.session import Session, SessionConfig
-from routepilot.training.train import has_settled
+from routepilot.training.training_run import has_settled
 from routepilot.training.tune import tune
 
 

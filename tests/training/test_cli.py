@@ -45,10 +45,11 @@ def test_train_takes_its_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from routepilot.training import train
+    from routepilot.training.train_config import TrainConfig
 
-    seen: list[train.TrainConfig] = []
+    seen: list[TrainConfig] = []
 
-    def trained(table: object, config: train.TrainConfig, **_: object) -> train.Trained:
+    def trained(table: object, config: TrainConfig, **_: object) -> train.Trained:
         seen.append(config)
         return train.Trained(Path("policy"), {}, config.steps, 0.0)
 

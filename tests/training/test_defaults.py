@@ -99,7 +99,7 @@ def test_a_policy_is_loaded_before_it_is_asked_for_and_once(monkeypatch):
 
 
 def test_every_released_policy_loads():
-    assert {"cpu", "h200"} <= set(released_policies())
+    assert {"any", "cpu", "h200"} <= set(released_policies())
 
 
 def test_the_choice_says_what_its_records_are_of():

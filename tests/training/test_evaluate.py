@@ -29,7 +29,8 @@ from routepilot.training.figures import NEVER, against, summarise
 from routepilot.training.folds import Fold, folds
 from routepilot.training.jobs import run_jobs
 from routepilot.training.traces import BUDGETS, Trace, trace
-from routepilot.training.train import TrainConfig, train
+from routepilot.training.train import train
+from routepilot.training.train_config import TrainConfig
 
 
 def test_fast_pays_for_every_single_change() -> None:

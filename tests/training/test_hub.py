@@ -21,7 +21,7 @@ from routepilot.env.errors import (
     PolicyError,
     RoutePilotError,
 )
-from routepilot.env.surrogate import Kernel
+from routepilot.env.likeness import Kernel
 from routepilot.env.tables import save_table
 from routepilot.training import hub
 from routepilot.training.cli import main

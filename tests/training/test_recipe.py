@@ -24,7 +24,7 @@ from routepilot.training.recipe import (
     read_recipe,
     read_setting,
 )
-from routepilot.training.train import TrainConfig
+from routepilot.training.train_config import TrainConfig
 
 assert cli_learning
 

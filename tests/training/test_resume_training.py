@@ -12,7 +12,8 @@ import pytest
 import synthetic
 
 from routepilot.env.errors import InputError
-from routepilot.training.train import TrainConfig, train
+from routepilot.training.train import train
+from routepilot.training.train_config import TrainConfig
 
 pytest.importorskip("stable_baselines3")
 

@@ -11,7 +11,8 @@ import synthetic
 
 from routepilot.env.errors import MissingExtraError
 from routepilot.training.scoring import Play
-from routepilot.training.train import TrainConfig, train
+from routepilot.training.train import train
+from routepilot.training.train_config import TrainConfig
 
 pytest.importorskip("stable_baselines3")
 

@@ -128,6 +128,12 @@ def test_explain_on_the_fake_shows_tactics_and_counts_the_builds_to_see_them(
     assert "% of the profiled whole" in shown.stdout
 
 
+def test_compare_asks_the_policy_for_any_catalog(tiny_file: Path, tmp_path: Path) -> None:
+    words = ("compare", str(tiny_file), *FAKE, "-o", str(tmp_path / "out"), "--max-builds", "2")
+    rows = tuned(routepilot(*words, "--agents", "default,ppo", "--json"))["agents"]
+    assert rows["ppo"]["builds"] == 2
+
+
 def test_compare_says_how_trtexec_builds_each_answer(tiny_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     words = ("compare", str(tiny_file), *FAKE, "-o", str(out), "--max-builds", "3")

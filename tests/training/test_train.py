@@ -13,7 +13,8 @@ from routepilot.agents.policy import load_policy
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import InputError
 from routepilot.training.traces import trace
-from routepilot.training.train import TrainConfig, train
+from routepilot.training.train import train
+from routepilot.training.train_config import TrainConfig
 
 pytest.importorskip("stable_baselines3")
 

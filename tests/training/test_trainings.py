@@ -17,7 +17,8 @@ from routepilot.env.records import RouteTable
 from routepilot.env.tables import load_table
 from routepilot.training import evaluate as module
 from routepilot.training.evaluate import evaluate, train_without_each_family
-from routepilot.training.train import TrainConfig, train
+from routepilot.training.train import train
+from routepilot.training.train_config import TrainConfig
 
 pytest.importorskip("stable_baselines3")
 
