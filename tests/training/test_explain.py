@@ -100,8 +100,7 @@ def test_explain_looks_into_both_engines(tiny_file: Path, tmp_path: Path) -> Non
     assert found.default is not None and found.winner is not None
     assert found.default.nodes["Conv"] == 1 and found.winner.nodes["Convolution"] == 1
     for layers in (found.default, found.winner):
-        # Of one inference, not of all 20; on a busy machine a mean is some medians.
-        assert 0 < layers.sum_ms < 10 * layers.profiled_ms
+        assert 0 < layers.sum_ms < 2 * layers.profiled_ms
         assert layers.end_to_end_ms > 0 and layers.inferences == 20
     assert [knob.knob for knob in found.knobs] == ["-engine", "-quantize"]
     written = json.loads((out / "explanation.json").read_text())

@@ -265,13 +265,14 @@ def _archive(path: Path, **files: str) -> Path:
 
 
 UNITS = """
+import os
 import subprocess
 import torch._inductor.config as config
 from torch._inductor import cpu_vec_isa
 from routepilot.env.backends.inductor_build import _try_no_vector_units
 
 def refuse(*arguments, **more):
-    raise AssertionError(f"a process was started: {arguments}")
+    os._exit(3)  # what is raised here, the compiler takes for an answer
 
 _try_no_vector_units()
 subprocess.Popen = subprocess.run = subprocess.check_call = refuse
