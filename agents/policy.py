@@ -37,6 +37,10 @@ CARD_VERSION = 1
 #: Width of the network's layers.
 WIDTH = 64
 
+#: A stop is heeded where no row is expected to gain this much more, in log speed-up. Above it a
+#: policy that learned from models with little to gain gives up too early (docs/experiments.md).
+STOP_GAIN = 0.1
+
 Arrays = Mapping[str, NDArray[np.float32]]
 
 
@@ -95,9 +99,9 @@ class Network:
     def action(self, seen: Observation, *, may_stop: bool = True) -> int:
         """The row to build, or `ROWS` to stop.
 
-        It stops when that is likelier than all rows together. One row seldom has much of the
-        chance, so a stop that only beat each of them would come while most of it is for going on
-        (docs/experiments.md).
+        It stops when that is likelier than all rows together and none is expected to gain
+        `STOP_GAIN`. One row seldom has much of the chance, so a stop that only beat each of them
+        would come while most of it is for going on (docs/experiments.md).
 
         Args:
             seen: The observation.
@@ -108,7 +112,7 @@ class Network:
         best = int(np.argmax(rows))
         if not np.isfinite(rows[best]):
             return ROWS
-        if not may_stop:
+        if not may_stop or seen.expected_gain >= STOP_GAIN:
             return best
         return ROWS if stop > rows[best] + np.log(np.exp(rows - rows[best]).sum()) else best
 

@@ -70,6 +70,11 @@ CONTEXT_FEATURES: tuple[tuple[str, str], ...] = (
     ("stale", "builds since the last gain, over 8"),
 )
 
+#: What an expected improvement, mostly far under 1, is multiplied with for a network.
+IMPROVEMENT_SCALE = 10
+
+_IMPROVEMENT = [name for name, _ in CONTEXT_FEATURES].index("improvement")
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -86,6 +91,11 @@ class Observation:
     context: NDArray[np.float32]
     mask: NDArray[np.int8]
     places: NDArray[np.int64]
+
+    @property
+    def expected_gain(self) -> float:
+        """Largest expected feasible improvement of a row over the best so far, log speed-up."""
+        return float(self.context[_IMPROVEMENT]) / IMPROVEMENT_SCALE
 
 
 class Episode:
@@ -175,7 +185,7 @@ class Episode:
             sd,
             over,
             feasible,
-            10 * improvement,
+            IMPROVEMENT_SCALE * improvement,
             improvement / top,
             optimism,
             np.minimum(np.maximum((math.log10(self.tolerance) - loss.mean) / 3, -1), 1),
@@ -236,7 +246,7 @@ class Episode:
                 self.left / 16,
                 self.used / 16,
                 self.best,
-                10 * improvement.max(initial=0.0),
+                IMPROVEMENT_SCALE * improvement.max(initial=0.0),
                 improvement.sum(),
                 hope.max(initial=0.0),
                 math.log10(self.tolerance) / 4,

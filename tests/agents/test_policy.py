@@ -14,7 +14,13 @@ from routepilot.agents.base import Problem, search
 from routepilot.agents.believer import by_policy
 from routepilot.agents.policy import Card, Network, file_hash, load_policy, save_policy, shapes
 from routepilot.env.backends.recorded import Replay
-from routepilot.env.episode import CONTEXT_FEATURES, ROW_FEATURES, ROWS, Observation
+from routepilot.env.episode import (
+    CONTEXT_FEATURES,
+    IMPROVEMENT_SCALE,
+    ROW_FEATURES,
+    ROWS,
+    Observation,
+)
 from routepilot.env.errors import PolicyError
 from routepilot.env.likeness import Kernel
 from routepilot.env.routes import Route
@@ -33,6 +39,14 @@ def observation(used: int, seed: int = 0) -> Observation:
     mask = np.array([1] * used + [0] * (ROWS - used) + [1], np.int8)
     context = rng.normal(size=len(CONTEXT_FEATURES)).astype(np.float32)
     return Observation(rows, context, mask, np.arange(ROWS))
+
+
+def little(seen: Observation, expected: float = 0.0) -> Observation:
+    """The observation, where no row is expected to gain more than so much."""
+    place = [name for name, _ in CONTEXT_FEATURES].index("improvement")
+    seen.context[place] = IMPROVEMENT_SCALE * expected
+    assert seen.expected_gain == pytest.approx(expected)
+    return seen
 
 
 @pytest.mark.parametrize("used", [0, 1, 7, ROWS])
@@ -71,8 +85,16 @@ def test_it_stops_when_that_is_likelier_than_all_rows_together(stop: float, stop
     """Nine equal rows: a stop must beat log 9 = 2.2 over one of them."""
     made = {name: np.zeros(shape, np.float32) for name, shape in shapes().items()}
     made["stop.bias"][:] = stop
-    assert (Network(made).action(observation(9)) == ROWS) is stops
-    assert Network(made).action(observation(9), may_stop=False) < 9
+    seen = little(observation(9))
+    assert (Network(made).action(seen) == ROWS) is stops
+    assert Network(made).action(seen, may_stop=False) < 9
+
+
+@pytest.mark.parametrize(("expected", "stops"), [(0.09, True), (0.11, False)])
+def test_it_goes_on_while_much_may_be_gained(expected: float, stops: bool) -> None:
+    made = weights()
+    made["stop.bias"][:] = 50.0
+    assert (Network(made).action(little(observation(9), expected)) == ROWS) is stops
 
 
 def test_it_stops_where_no_row_is_left() -> None:
