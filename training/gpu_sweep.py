@@ -32,7 +32,8 @@ from routepilot.env.measure import TimingPlan
 from routepilot.env.models import Model, is_bundle
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
 from routepilot.env.store import RecordStore
-from routepilot.env.tables import describe_table, load_table, save_table
+from routepilot.env.table_summary import describe_table
+from routepilot.env.tables import load_table, save_table
 from routepilot.training.collect import COLLECT_GATE, plan_routes, table_from_store
 from routepilot.training.session import Session, SessionConfig
 
@@ -321,8 +322,8 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     """The summary as a short table, the worst news first."""
     for name, error in summary["given_up"].items():
         say(f"given up: {name}: {error}")
-    for reason, count in summary["reasons"].items():
-        say(f"{count:5d} x {reason}")
+    for row in summary["reasons"]:
+        say(f"{row['builds']:5d} x {row['status']}: {row['reason']}")
     say(f"{'model':24} {'ms':>9} {'routes':>6} {'feasible':>8} {'best':>6}  route")
     for model in summary["models"]:
         say(
