@@ -8,21 +8,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from routepilot.env import forms
-from routepilot.env.accuracy import Gate, regate
-from routepilot.env.backends.recorded import settled
 from routepilot.env.drafts import whole_file
 from routepilot.env.errors import TableError
 from routepilot.env.features import FEATURE_NAMES
-from routepilot.env.outcomes import Outcome, Status
+from routepilot.env.outcomes import Outcome
 from routepilot.env.records import ModelCard, RouteTable
-from routepilot.env.routes import DEFAULT_ROUTE, Route
+from routepilot.env.routes import Route
 
 #: Version of the format; a file of another version is refused.
 SCHEMA_VERSION = 1
@@ -178,111 +173,6 @@ def merge_tables(tables: Sequence[RouteTable]) -> RouteTable:
                 there = mine.get(route, ())
                 mine[route] = (*there, *(o for o in found if o not in there))
     return RouteTable(first.catalog, first.target, tuple(cards.values()), outcomes, first.manifest)
-
-
-def describe_table(table: RouteTable, gate: Gate) -> dict[str, Any]:
-    """What a table holds at an accuracy limit, as plain data.
-
-    Args:
-        table: The table.
-        gate: Gate that decides what is feasible.
-    """
-    models = []
-    judged: list[dict[Route, Outcome]] = []
-    statuses: dict[str, int] = {}
-    reasons: dict[str, int] = {}
-    controls: list[float] = []
-    gains: list[float] = []
-    build = measure = 0.0
-    for card in table.models:
-        best, best_route, feasible, count = 0.0, DEFAULT_ROUTE, 0, 0
-        judged.append({})
-        for route, outcomes in table.outcomes.get(card.fingerprint, {}).items():
-            outcome = regate(settled(outcomes), gate)
-            statuses[outcome.status.value] = statuses.get(outcome.status.value, 0) + 1
-            if outcome.status is not Status.OK:
-                reason = outcome.reason[:80]
-                reasons[reason] = reasons.get(reason, 0) + 1
-            build += sum(o.build_seconds for o in outcomes)
-            measure += sum(o.measure_seconds for o in outcomes)
-            if route.is_default:
-                controls += [abs(o.log_speedup) for o in outcomes[1:] if o.is_feasible]
-                continue
-            judged[-1][route] = outcome
-            count += 1
-            feasible += outcome.is_feasible
-            if outcome.gain > best:
-                best, best_route = outcome.gain, route
-        gains.append(best)
-        models.append(
-            {
-                "name": card.name,
-                "family": card.family,
-                "trained": card.trained,
-                "default_latency_ms": card.default_latency_ms,
-                "routes": count,
-                "feasible": feasible,
-                "best_speedup": float(np.exp(best)),
-                "best_route": str(best_route),
-            }
-        )
-    return {
-        "target": asdict(table.target),
-        "models": models,
-        "statuses": statuses,
-        "reasons": dict(sorted(reasons.items(), key=lambda item: -item[1])[:12]),
-        "controls": {
-            "count": len(controls),
-            "median": float(np.median(controls)) if controls else 0.0,
-            "largest": max(controls, default=0.0),
-        },
-        "build_seconds": build,
-        "measure_seconds": measure,
-        "oracle_speedup": float(np.exp(np.mean(gains))) if gains else 1.0,
-        "trained_speedup": _geometric(
-            g for g, card in zip(gains, table.models, strict=True) if card.trained
-        ),
-        "best_single": _best_single(judged),
-        "carried_over": _carried_over(judged),
-        "manifest": dict(table.manifest),
-    }
-
-
-def _geometric(gains: Iterable[float]) -> float:
-    """Geometric mean of speed-ups from their logs; 1 for none."""
-    return float(np.exp(np.mean(list(gains) or [0.0])))
-
-
-def _best_single(judged: Sequence[Mapping[Route, Outcome]]) -> dict[str, Any]:
-    """The one route to give every model, among those that nine in ten know.
-
-    A model keeps its default where the route does not know it or gains nothing.
-    """
-    gains: dict[Route, list[float]] = {}
-    for outcomes in judged:
-        for route, outcome in outcomes.items():
-            gains.setdefault(route, []).append(outcome.gain)
-    common = {r: sum(g) for r, g in gains.items() if len(g) >= 0.9 * len(judged)}
-    best = max(common, key=lambda route: common[route], default=DEFAULT_ROUTE)
-    return {
-        "route": str(best),
-        "speedup": float(np.exp(common.get(best, 0.0) / max(len(judged), 1))),
-    }
-
-
-def _carried_over(judged: Sequence[Mapping[Route, Outcome]]) -> dict[str, int]:
-    """What the best route of one model does on each other one that it was built for."""
-    found = {"pairs": 0, "slower": 0, "refused": 0}
-    for place, outcomes in enumerate(judged):
-        best = max(outcomes, key=lambda route: outcomes[route].gain, default=DEFAULT_ROUTE)
-        if best not in outcomes or outcomes[best].gain <= 0:
-            continue
-        for other, theirs in enumerate(judged):
-            if other != place and best in theirs:
-                found["pairs"] += 1
-                found["refused"] += not theirs[best].is_feasible
-                found["slower"] += theirs[best].is_feasible and theirs[best].log_speedup < 0
-    return found
 
 
 def _row(fingerprint: str, repeat: int, outcome: Outcome) -> dict[str, Any]:

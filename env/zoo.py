@@ -239,6 +239,27 @@ def measure_facts(names: Sequence[str]) -> dict[str, dict[str, object]]:
     return facts
 
 
+def measure_statistics(names: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
+    """Batch statistics of the random models among these, by name, from their own inputs.
+
+    What is released was measured on one processor and is read everywhere (`zoo_export.py`).
+    """
+    import torch
+
+    from routepilot.env import zoo_export
+
+    found = {}
+    for wanted in map(entry, names):
+        if wanted.trained or wanted.variant_of:
+            continue
+        example = wanted.draw(np.random.default_rng([SEED, 0]))
+        warm = [torch.from_numpy(np.asarray(example[name])) for name in wanted.shapes]
+        statistics = zoo_export.measure_statistics(wanted.path, warm)
+        if statistics:
+            found[wanted.name] = statistics
+    return found
+
+
 @lru_cache(maxsize=1)
 def _facts() -> Mapping[str, Mapping[str, object]]:
     text = files("routepilot.env").joinpath("zoo_fingerprints.json").read_text(encoding="utf-8")
@@ -262,15 +283,10 @@ def definition(wanted: ZooEntry) -> tuple[nn.Module, list[torch.Tensor]]:
 
     from routepilot.env import zoo_export
 
-    def tensors(of: ZooEntry) -> list[torch.Tensor]:
-        example = of.draw(np.random.default_rng([SEED, 0]))
-        return [torch.from_numpy(np.asarray(example[name])) for name in of.shapes]
-
-    # A variant's statistics are its model's, so that both have the same weights.
-    base = entry(wanted.variant_of) if wanted.variant_of else wanted
     weights = zoo_export.weights_file(wanted.path) if wanted.trained else None
-    warm = () if wanted.trained else tensors(base)
-    return zoo_export.make(wanted.path, warm, weights), tensors(wanted)
+    example = wanted.draw(np.random.default_rng([SEED, 0]))
+    inputs = [torch.from_numpy(np.asarray(example[name])) for name in wanted.shapes]
+    return zoo_export.make(wanted.path, weights), inputs
 
 
 def _export(wanted: ZooEntry, file: Path) -> None:

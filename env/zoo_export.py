@@ -1,8 +1,9 @@
 """Corpus definitions as ONNX files, and the weights of those that are trained here.
 
 Owns the export, the random but sane weights of what nobody trained, and the weights' files: float16
-safetensors beside the released policies, so that an export gives the same fingerprint everywhere.
-Needs torch and onnxscript (extra `zoo`); imported when used.
+safetensors beside the released policies, and one file of the batch statistics of random models, so
+that an export gives the same fingerprint everywhere. Needs torch and onnxscript (extra `zoo`);
+imported when used.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from routepilot.env.errors import ModelError
 #: Passes in training mode that give batch normalisation its statistics.
 WARM_PASSES = 8
 
+#: File of the batch statistics of all random models, beside the weights.
+STATISTICS = "statistics"
+
 #: Names of the definitions that are trained here.
 TRAINED = (*zoo_vision.TRAINED, *zoo_sequence.TRAINED)
 
@@ -41,22 +45,96 @@ DEFINITIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def make(name: str, warm: Sequence[Tensor], weights: Path | None = None) -> nn.Module:
+def make(name: str, weights: Path | None = None) -> nn.Module:
     """A definition ready to run.
 
     Args:
         name: Key of `DEFINITIONS`.
-        warm: Inputs that warm batch statistics where weights are random.
         weights: File of trained weights; None for random ones, the same everywhere.
+
+    Raises:
+        ModelError: A file does not fit the definition.
     """
-    torch.manual_seed(0)
-    model = DEFINITIONS[name]()
+    model = _drawn(name) if weights is None else DEFINITIONS[name]()
     if weights is not None:
         load_weights(model, weights)
-    else:
-        _scale(model)
-        _warm(model, warm)
+    elif _statistics(model):
+        load_statistics(model, name.partition("@")[0])
     return model.eval()
+
+
+def _drawn(name: str) -> nn.Module:
+    """A definition with its random weights, batch statistics not among them."""
+    torch.manual_seed(0)
+    model = DEFINITIONS[name]()
+    _scale(model)
+    return model
+
+
+def measure_statistics(name: str, warm: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Batch statistics of a random model from what flows through it; empty where it has none.
+
+    Computed in double. That is not enough for two processors to agree in every bit of float32,
+    since libraries add in another order on each: what is released was measured once.
+
+    Args:
+        name: Key of `DEFINITIONS`.
+        warm: Inputs, each with a batch.
+
+    Returns:
+        Name in the model to float32 tensor of one number a channel.
+    """
+    model = _drawn(name).double().train()
+    with torch.no_grad():
+        for _ in range(WARM_PASSES):
+            model(*(x.double() if x.is_floating_point() else x for x in warm))
+    return {key: tensor.clone() for key, tensor in _statistics(model.float()).items()}
+
+
+def load_statistics(model: nn.Module, name: str) -> None:
+    """Give a random model the batch statistics that are released with it.
+
+    Args:
+        model: The model.
+        name: What it is called in `STATISTICS`.
+
+    Raises:
+        ModelError: The file has none that fit.
+    """
+    from safetensors.torch import load_file
+
+    place = weights_file(STATISTICS)
+    wanted = _statistics(model)
+    found = {
+        key.partition("/")[2]: tensor
+        for key, tensor in load_file(str(place)).items()
+        if key.startswith(f"{name}/")
+    }
+    if {k: t.shape for k, t in found.items()} != {k: t.shape for k, t in wanted.items()}:
+        raise ModelError(
+            f"{str(place)!r} has no batch statistics that fit {name}; measure them again"
+        )
+    model.load_state_dict(found, strict=False)
+
+
+def save_statistics(statistics: Mapping[str, Mapping[str, Tensor]], path: Path) -> None:
+    """Write the batch statistics of several models, by name, as one float32 file."""
+    from safetensors.torch import save_file
+
+    kept = {
+        f"{name}/{key}": tensor.contiguous()
+        for name, found in statistics.items()
+        for key, tensor in found.items()
+    }
+    save_file(kept, str(path))
+
+
+def _statistics(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        key: tensor
+        for key, tensor in model.state_dict().items()
+        if key.endswith((".running_mean", ".running_var"))
+    }
 
 
 def outputs(model: nn.Module, inputs: Sequence[Tensor]) -> list[str]:
@@ -139,15 +217,6 @@ def weights_file(name: str) -> Path:
     """Where the weights of a model that is trained here are; a form has those of its model."""
     folder = files("routepilot.checkpoints").joinpath("zoo")
     return Path(str(folder.joinpath(f"{name.partition('@')[0]}.safetensors")))
-
-
-def _warm(model: nn.Module, inputs: Sequence[Tensor]) -> None:
-    """Statistics in double: in single, processors differ in bits that a fingerprint sees."""
-    model.double().train()
-    with torch.no_grad():
-        for _ in range(WARM_PASSES):
-            model(*(x.double() if x.is_floating_point() else x for x in inputs))
-    model.float()
 
 
 def _scale(model: nn.Module) -> None:

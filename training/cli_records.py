@@ -22,6 +22,9 @@ records_app = typer.Typer(
 )
 app.add_typer(records_app, name="records")
 
+#: The second accuracy limit of the datasheet's tables.
+LOOSE = 3e-2
+
 FormatOpt = Annotated[
     Format, typer.Option("--format", help="table (Parquet) or trtexec (tuning cache).")
 ]
@@ -31,9 +34,16 @@ FormatOpt = Annotated[
 def records_describe(
     table: Annotated[str, typer.Argument(help="Table file, or the name of a released table.")],
     tolerance: Annotated[float, typer.Option(help="Limit on the relative L2 error.")] = 1e-2,
+    against: Annotated[
+        str | None,
+        typer.Option(help="Another table of the same models: what its best routes are worth here."),
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option(help="Print the models as the table of docs/table.md.")
+    ] = False,
     json: JsonOpt = False,
 ) -> None:
-    """Say what a table holds: coverage, best gain by model, failures, controls.
+    """Say what a table holds: coverage, best gain by model, failures, noise, what carries over.
 
     Of a liveness table: live knobs by model, failures by reason, agreement between targets and
     with the operator rule.
@@ -46,23 +56,39 @@ def records_describe(
         is_liveness_table,
         load_liveness,
     )
-    from routepilot.env.tables import describe_table, load_table
-    from routepilot.training import console
+    from routepilot.env.table_summary import compare_tables, describe_table
+    from routepilot.env.tables import load_table
+    from routepilot.training import console, table_sheet
     from routepilot.training.defaults import find_table
 
     path = find_table(table)
     if is_liveness_table(path):
+        if against is not None or markdown:
+            raise InputError(
+                f"{table} is a liveness table, which --against and --markdown are not for; leave"
+                " them out"
+            )
         found = describe_liveness(load_liveness(path))
         if json:
             console.print_json(found)
         else:
             console.print_liveness(found)
         return
-    facts = describe_table(load_table(path), Gate(limit=tolerance))
+    loaded, gate = load_table(path), Gate(limit=tolerance)
+    facts = describe_table(loaded, gate)
+    if against is not None:
+        facts["against"] = compare_tables(loaded, load_table(find_table(against)), gate)
     if json:
         console.print_json(facts)
         return
+    if markdown:
+        loose = describe_table(loaded, Gate(limit=max(tolerance, LOOSE)))
+        console.out.print(table_sheet.markdown(facts, loose), markup=False, soft_wrap=True)
+        return
     console.print_description(facts)
+    if against is not None:
+        words = table_sheet.compared_in_words(facts["against"])
+        console.out.print(words, markup=False, soft_wrap=True)
 
 
 @records_app.command("export")

@@ -21,8 +21,10 @@ from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route, combine
 from routepilot.env.store import RecordStore
+from routepilot.env.table_summary import noise_floor
 from routepilot.training.enough import Stop
 from routepilot.training.manifest import manifest
+from routepilot.training.rechecks import LIMITS, unconfirmed_best
 from routepilot.training.session import Place, Session, SessionConfig
 from routepilot.training.slots import Slot, share_out
 
@@ -52,13 +54,14 @@ class Repeats:
     Attributes:
         controls: Rebuilds of the default route, each timed against the first.
         best: How many of a model's fastest routes, at each of `limits`, are built once more: the
-            fastest of many noisy figures is the luckiest, and a second one is not.
+            fastest of many noisy figures is the luckiest, and a second one is not. After them at
+            most so many more, for as long as what is best then was built once.
         limits: Accuracy limits for `best`.
     """
 
     controls: int = 3
     best: int = 0
-    limits: tuple[float, ...] = (1e-2, 3e-2)
+    limits: tuple[float, ...] = LIMITS
 
 
 @dataclass(frozen=True)
@@ -269,7 +272,7 @@ def _collect_model(
 def planned_builds(routes: int, around: Neighbourhood, repeats: Repeats) -> int:
     """Builds of a model at most: the default, `routes` common ones, what lies around, repeats."""
     again = min(repeats.best, routes + around.count) * len(repeats.limits)
-    return 1 + routes + around.count + repeats.controls + again
+    return 1 + routes + around.count + repeats.controls + again + repeats.best
 
 
 def _planned(
@@ -307,12 +310,20 @@ def _neighbours(session: Session, built: list[Route], around: Neighbourhood) -> 
 def _repeats(
     session: Session, routes: Sequence[Route], plan: Repeats
 ) -> Iterator[tuple[Route, int]]:
-    """The default as often as planned, then the fastest routes at each limit, each once more."""
+    """The default as often as planned, then the fastest routes at each limit, each once more.
+
+    Each is recorded before the next is asked for, since what is best depends on it.
+    """
     yield from ((DEFAULT_ROUTE, repeat) for repeat in range(1, plan.controls + 1))
     chosen: dict[Route, None] = {}
     for limit in plan.limits:
         chosen.update(dict.fromkeys(_fastest(session, routes, limit)[: plan.best]))
     yield from ((route, 1) for route in chosen)
+    for _ in range(plan.best):
+        best = unconfirmed_best(session.builds(), plan.limits)
+        if best is None:
+            return
+        yield best, 1
 
 
 def _fastest(session: Session, routes: Sequence[Route], limit: float) -> list[Route]:
@@ -331,9 +342,11 @@ def table_from_store(
         store_path: The store.
         target_key: Target whose outcomes go in.
         fingerprints: Models that go in.
-        facts: What the caller adds to the manifest.
+        facts: What the caller adds to the manifest, beside the date and the noise floor: the log
+            ratio that 95 % of the controls stay below.
     """
     with RecordStore(store_path) as store:
-        table = store.table(target_key)
+        table = store.table(target_key).only(fingerprints)
     collected = time.strftime("%Y-%m-%d", time.gmtime())
-    return replace(table.only(fingerprints), manifest=manifest(collected=collected, **dict(facts)))
+    floor = noise_floor(table)
+    return replace(table, manifest=manifest(collected=collected, noise_floor=floor, **dict(facts)))

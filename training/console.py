@@ -193,10 +193,12 @@ def print_evaluation(result: Mapping[str, Any]) -> None:
 
 
 def print_description(facts: Mapping[str, Any]) -> None:
-    """What a table holds: models, failures, controls."""
+    """What a table holds: models, failures, where it comes from, and the sum in words."""
+    from routepilot.training.table_sheet import in_words
+
     print_table(
-        f"{len(facts['models'])} models; geometric mean of the best {facts['oracle_speedup']:.2f}x",
-        ("model", "family", "weights", "default ms", "routes", "feasible", "best", "route"),
+        f"{len(facts['models'])} models at an error of {100 * facts['limit']:g} %",
+        ("model", "family", "weights", "default ms", "routes", "feasible", "fast", "best", "route"),
         [
             (
                 m["name"],
@@ -205,31 +207,30 @@ def print_description(facts: Mapping[str, Any]) -> None:
                 f"{m['default_latency_ms']:.2f}",
                 m["routes"],
                 m["feasible"],
+                f"{m['fast_speedup']:.2f}x",
                 f"{m['best_speedup']:.2f}x",
                 m["best_route"] or "default",
             )
             for m in facts["models"]
         ],
     )
-    single, carried = facts["best_single"], facts["carried_over"]
-    pairs = max(carried["pairs"], 1)
-    out.print(
-        f"trained models alone {facts['trained_speedup']:.2f}x; one route for all,"
-        f" {single['route']}: {single['speedup']:.2f}x; the best route of one model is slower than"
-        " the default on"
-        f" another in {100 * carried['slower'] / pairs:.0f} %, and not accurate enough or fails in"
-        f" {100 * carried['refused'] / pairs:.0f} %, of {carried['pairs']} pairs",
-        markup=False,
+    print_table("outcomes", ("status", "routes"), list(facts["statuses"].items()))
+    print_table(
+        "commonest reasons",
+        ("status", "reason", "routes", "models"),
+        [(row["status"], row["reason"], row["builds"], row["models"]) for row in facts["reasons"]],
     )
-    print_table("outcomes", ("status", "builds"), list(facts["statuses"].items()))
-    print_table("commonest reasons", ("reason", "builds"), list(facts["reasons"].items()))
-    controls = facts["controls"]
-    out.print(
-        f"{controls['count']} controls (default against default): median"
-        f" {100 * controls['median']:.1f} %, largest {100 * controls['largest']:.1f} %;"
-        f" {(facts['build_seconds'] + facts['measure_seconds']) / 3600:.2f} machine hours",
-        markup=False,
-    )
+    for line in [*_origin(facts), *in_words(facts)]:
+        out.print(line, markup=False, soft_wrap=True)
+
+
+def _origin(facts: Mapping[str, Any]) -> list[str]:
+    """Hardware, versions, settings, command and date of a table."""
+    target, made = facts["target"], facts["manifest"]
+    versions = ", ".join(f"{name} {number}" for name, number in target["versions"].items())
+    settings = ", ".join(f"{name}={value}" for name, value in target["settings"].items())
+    lines = [f"{target['device']}; {versions}; {settings}"]
+    return [*lines, *(f"{key}: {made[key]}" for key in ("command", "date") if key in made)]
 
 
 def print_check(check: Check) -> None:

@@ -32,8 +32,10 @@ from routepilot.env.measure import TimingPlan
 from routepilot.env.models import Model, is_bundle
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
 from routepilot.env.store import RecordStore
-from routepilot.env.tables import describe_table, load_table, save_table
+from routepilot.env.table_summary import describe_table
+from routepilot.env.tables import load_table, save_table
 from routepilot.training.collect import COLLECT_GATE, plan_routes, table_from_store
+from routepilot.training.rechecks import unconfirmed_best
 from routepilot.training.session import Session, SessionConfig
 
 #: Timing of a GPU engine: a block holds a hundred launches of most models, so that few and short
@@ -77,6 +79,7 @@ class SweepOptions:
         seconds: Wall-clock budget.
         routes: Routes a model, the default not counted.
         controls: Rebuilds of the default route a model.
+        recheck: At most so many second builds a model, of what is best on one build.
         lanes: Models worked on at once.
         flush_seconds: How often the table is written.
         deadline_seconds: Limit of one build with its measurement.
@@ -93,6 +96,7 @@ class SweepOptions:
     seconds: float = 500.0
     routes: int = 64
     controls: int = 3
+    recheck: int = 0
     lanes: int = 3
     flush_seconds: float = 15.0
     deadline_seconds: float = 45.0
@@ -135,6 +139,7 @@ class Work:
         family: Its family, from the corpus.
         trained: Whether its weights are trained.
         steps: What is left, in order.
+        rechecks: How many second builds are left at most.
         failures: How many times it could not be opened.
         session: The open session.
         error: Why it was given up.
@@ -144,6 +149,7 @@ class Work:
     family: str
     trained: bool
     steps: list[Step]
+    rechecks: int = 0
     failures: int = 0
     session: Session | None = None
     error: str = ""
@@ -151,7 +157,7 @@ class Work:
     @property
     def is_open(self) -> bool:
         """True while there is something left to do."""
-        return bool(self.steps) and self.failures < PATIENCE
+        return bool(self.steps or self.rechecks) and self.failures < PATIENCE
 
 
 class Sweep:
@@ -205,7 +211,7 @@ class Sweep:
             if self.options.only and model.name not in self.options.only:
                 continue
             family, trained = zoo.described(model.name)
-            work = Work(model, family, trained, list(self.steps))
+            work = Work(model, family, trained, list(self.steps), self.options.recheck)
             with self._lock:
                 self.works.append(work)
                 min(self._lanes, key=len).append(work)
@@ -251,6 +257,8 @@ class Sweep:
                     return
                 self._step(work.session, work.steps[0])
                 work.steps.pop(0)
+            while not work.steps and work.rechecks and self.seconds_left > 0:
+                self._recheck(work, work.session)
         except RoutePilotError as error:
             work.failures += 1
             work.error = str(error)
@@ -267,6 +275,13 @@ class Sweep:
             session.outcome(step.route)
         with self._lock:
             self.fresh += fresh
+
+    def _recheck(self, work: Work, session: Session) -> None:
+        """Build once more what is best on one build; nothing is left where there is no such."""
+        best = unconfirmed_best(session.builds())
+        work.rechecks = 0 if best is None else work.rechecks - 1
+        if best is not None:
+            self._step(session, Step(best, 1))
 
     def _session(self, work: Work, store: RecordStore) -> Session:
         options = self.options
@@ -289,6 +304,7 @@ class Sweep:
             "seed": self.options.seed,
             "routes": self.options.routes,
             "controls": self.options.controls,
+            "recheck": self.options.recheck,
         }
         table = table_from_store(self.store_path, self.target.key, names, facts)
         save_table(table, self.options.out / "table.parquet")
@@ -321,8 +337,8 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     """The summary as a short table, the worst news first."""
     for name, error in summary["given_up"].items():
         say(f"given up: {name}: {error}")
-    for reason, count in summary["reasons"].items():
-        say(f"{count:5d} x {reason}")
+    for row in summary["reasons"]:
+        say(f"{row['builds']:5d} x {row['status']}: {row['reason']}")
     say(f"{'model':24} {'ms':>9} {'routes':>6} {'feasible':>8} {'best':>6}  route")
     for model in summary["models"]:
         say(
@@ -345,6 +361,12 @@ def parse(arguments: Sequence[str]) -> SweepOptions:
     parser.add_argument("--seconds", type=float, default=500.0, help="budget, wall clock")
     parser.add_argument("--routes", type=int, default=64, help="routes a model")
     parser.add_argument("--controls", type=int, default=3, help="rebuilds of the default a model")
+    parser.add_argument(
+        "--recheck",
+        type=int,
+        default=0,
+        help="second builds a model at most, of what is best on one build",
+    )
     parser.add_argument("--lanes", type=int, default=3, help="models worked on at once")
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--option", action="append", default=[], help="backend option NAME=VALUE")
@@ -357,6 +379,8 @@ def parse(arguments: Sequence[str]) -> SweepOptions:
         raise InputError(f"model folder {str(given.models)!r} does not exist; give a folder")
     if given.lanes < 1 or given.seconds <= 0:
         raise InputError("--lanes and --seconds take numbers above 0")
+    if given.recheck < 0:
+        raise InputError(f"--recheck {given.recheck} is not allowed; give 0 or more")
     return SweepOptions(
         given.models,
         given.out,
@@ -365,6 +389,7 @@ def parse(arguments: Sequence[str]) -> SweepOptions:
         given.seconds,
         given.routes,
         given.controls,
+        given.recheck,
         given.lanes,
         deadline_seconds=given.deadline,
         resume=tuple(given.resume),

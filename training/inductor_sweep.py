@@ -34,7 +34,8 @@ from routepilot.env.outcomes import Outcome
 from routepilot.env.records import Record
 from routepilot.env.routes import DEFAULT_ROUTE, Route
 from routepilot.env.store import RecordStore
-from routepilot.env.tables import describe_table, load_table, save_table
+from routepilot.env.table_summary import describe_table
+from routepilot.env.tables import load_table, save_table
 from routepilot.training.collect import COLLECT_GATE, table_from_store
 from routepilot.training.inductor_builders import Builders, Built
 from routepilot.training.inductor_plan import planned, read_plan
@@ -382,8 +383,8 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     """The summary as a short table, the worst news first."""
     for name, error in summary["given_up"].items():
         say(f"trouble: {name}: {error}")
-    for reason, count in summary["reasons"].items():
-        say(f"{count:5d} x {reason}")
+    for row in summary["reasons"]:
+        say(f"{row['builds']:5d} x {row['status']}: {row['reason']}")
     say(f"{'model':16} {'ms':>9} {'routes':>6} {'feasible':>8} {'best':>6}  rebuilds, route")
     for model in summary["models"]:
         rebuilds = summary["default_rebuilds"].get(model["name"], [])

@@ -226,6 +226,10 @@ class Session:
             )
         return self._known[route]
 
+    def builds(self) -> dict[Route, tuple[Outcome, ...]]:
+        """Every outcome on record by route, one a build, whether made now or earlier."""
+        return self._store.outcomes(self.model.fingerprint, self.target.key)
+
     def again(self, route: Route, repeat: int) -> tuple[Outcome, bool]:
         """A route built and timed once more, recorded as a repeat; the default as a control.
 
@@ -236,7 +240,7 @@ class Session:
         Returns:
             The outcome, and whether it was made now.
         """
-        recorded = self._store.outcomes(self.model.fingerprint, self.target.key)[route]
+        recorded = self.builds()[route]
         if len(recorded) > repeat:
             return recorded[repeat], False
         make = self.worker.control if route.is_default else lambda: self.worker.trial(route)

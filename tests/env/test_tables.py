@@ -15,12 +15,11 @@ import synthetic
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.recorded import LOST, Replay
 from routepilot.env.errors import TableError
-from routepilot.env.outcomes import Outcome, Status
-from routepilot.env.routes import DEFAULT_ROUTE, Route
+from routepilot.env.outcomes import Status
+from routepilot.env.routes import DEFAULT_ROUTE
 from routepilot.env.tables import (
     FIELDS,
     METADATA_KEY,
-    describe_table,
     load_table,
     merge_tables,
     save_table,
@@ -79,44 +78,6 @@ def test_partial_tables_merge() -> None:
     other = replace(table, target=replace(table.target, device="another"))
     with pytest.raises(TableError, match="device is 'no device' here and 'another' there"):
         merge_tables([table, other])
-
-
-def test_description_counts_what_the_gate_lets_through() -> None:
-    table = synthetic.table(2)
-    tight = describe_table(table, Gate(limit=1e-4))
-    loose = describe_table(table, Gate(limit=0.5))
-    assert tight["statuses"]["accuracy_failed"] > 0
-    assert loose["statuses"].get("accuracy_failed", 0) == 0
-    assert tight["oracle_speedup"] < loose["oracle_speedup"]
-    assert loose["controls"]["count"] == 2
-
-
-def test_description_says_what_one_model_is_worth_to_another() -> None:
-    """Two models, two routes: each one's best is slower, or not accurate, on the other."""
-    table = synthetic.table(2)
-    first, second = (Route.read(f"-made={n}") for n in (1, 2))
-
-    def row(one: float, two: float, loss: float) -> dict[Route, tuple[Outcome, ...]]:
-        def built(route: Route, gain: float, loss: float) -> Outcome:
-            return Outcome(
-                route,
-                Status.OK,
-                losses={"rel_l2": loss},
-                measurement=synthetic.measurement(gain),
-            )
-
-        return {first: (built(first, one, 1e-4),), second: (built(second, two, loss),)}
-
-    made = {
-        table.models[0].fingerprint: row(0.5, 0.1, 0.3),
-        table.models[1].fingerprint: row(-0.2, 0.4, 1e-4),
-    }
-    found = describe_table(replace(table, outcomes=made), Gate(limit=1e-2))
-    assert found["carried_over"] == {"pairs": 2, "slower": 1, "refused": 1}
-    assert found["best_single"]["route"] == str(first)
-    assert found["best_single"]["speedup"] == pytest.approx(math.exp(0.25))
-    trained = [m["best_speedup"] for m in found["models"] if m["trained"]]
-    assert found["trained_speedup"] == pytest.approx(math.prod(trained) ** (1 / len(trained)))
 
 
 def test_replay_follows_the_gate() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -101,7 +105,7 @@ def test_inputs_that_depend_on_each_other_are_drawn_together() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["silero_vad", "tcn", "gpt", "squeezenet", "scenes_ssd", "char_gpt@step"],
+    ["silero_vad", "tcn", "gpt", "squeezenet", "shufflenet", "scenes_ssd", "char_gpt@step"],
 )
 def test_a_model_is_made_as_checked_in(name: str, tmp_path: Path) -> None:
     missing = zoo.available(zoo.entry(name))
@@ -113,6 +117,77 @@ def test_a_model_is_made_as_checked_in(name: str, tmp_path: Path) -> None:
     assert checked.licence and checked.parameters > 0 and checked.megabytes > 0
     assert {spec.name: spec.shape for spec in model.inputs} == zoo.entry(name).shapes
     assert len(model.selection()) == 4 and len(model.confirmation()) == 2
+
+
+def test_a_random_model_is_the_same_where_sums_are_added_in_another_order() -> None:
+    """The library's oldest code path stands for another processor.
+
+    It gives `shufflenet` other batch statistics in float32 than the usual path, so an export that
+    measures them has another fingerprint.
+    """
+    missing = zoo.available(zoo.entry("shufflenet"))
+    if missing is not None:
+        pytest.skip(f"shufflenet is not available: {missing}")
+    done = subprocess.run(
+        [sys.executable, "-m", "routepilot", "zoo", "check", "--names", "shufflenet", "--json"],
+        env={**os.environ, "MKL_CBWR": "COMPATIBLE"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    (row,) = json.loads(done.stdout)
+    assert done.returncode == 0 and row["ok"], row["detail"]
+
+
+def test_every_random_model_that_normalises_batches_has_its_statistics() -> None:
+    pytest.importorskip("torch")
+    from routepilot.env import zoo_export
+
+    random = [e.name for e in zoo.ENTRIES if not e.trained]
+    for name in random:
+        zoo_export.make(zoo.entry(name).path)
+    with pytest.raises(ModelError, match="no batch statistics that fit vgg"):
+        zoo_export.load_statistics(zoo_export.make("resnet"), "vgg")
+
+
+def test_measured_statistics_are_what_flows_through(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    from routepilot.env import zoo_export
+
+    measured = zoo.measure_statistics(["unet", "char_gru", "resnet@b8", "vit"])
+    assert list(measured) == ["unet"]
+    released = zoo_export.make("unet").state_dict()
+    for key, tensor in measured["unet"].items():
+        assert tensor.dtype == torch.float32
+        assert torch.allclose(tensor, released[key], rtol=1e-4, atol=1e-6), key
+    zoo_export.save_statistics(measured, tmp_path / "s.safetensors")
+    assert (tmp_path / "s.safetensors").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu-2-threads", "h200"])
+def test_released_tables_are_of_the_models_that_are_checked_in(name: str) -> None:
+    from routepilot.env.tables import load_table
+    from routepilot.training.defaults import find_table
+
+    path = files("routepilot.env").joinpath("zoo_fingerprints.json")
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    cards = load_table(find_table(name)).models
+    assert cards
+    for card in cards:
+        assert card.fingerprint == facts[card.name]["fingerprint"], card.name
+
+
+def test_the_liveness_table_is_of_the_models_that_are_checked_in() -> None:
+    from routepilot.training.defaults import released_liveness
+
+    table = released_liveness()
+    assert table is not None
+    path = files("routepilot.env").joinpath("zoo_fingerprints.json")
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    assert {m.fingerprint for m in table.models} == {
+        facts[e.name]["fingerprint"] for e in zoo.ENTRIES
+    }
 
 
 def _constant_model(folder: Path, value: float) -> Model:

@@ -18,7 +18,7 @@ from routepilot.env.measure import TimingPlan
 from routepilot.env.models import Model, prepare
 from routepilot.env.outcomes import Status
 from routepilot.env.routes import DEFAULT_ROUTE
-from routepilot.env.tables import load_table, merge_tables
+from routepilot.env.tables import load_table, merge_tables, save_table
 from routepilot.training.cli_records import records_app
 from routepilot.training.gpu_sweep import Step, Sweep, SweepOptions, main, parse, plan_steps
 
@@ -76,6 +76,29 @@ def test_a_sweep_measures_all_and_a_second_one_nothing(models: Path, tmp_path: P
     assert load_table(out).outcomes == merged.outcomes
 
 
+def test_what_is_best_on_one_build_is_built_again(models: Path, tmp_path: Path) -> None:
+    """Two figures of a table are made too good; each is the best until it was built again."""
+    Sweep(options(models, tmp_path / "first")).run()
+    table = load_table(tmp_path / "first" / "table.parquet")
+    ((fingerprint, routes),) = table.outcomes.items()
+    lucky = [r for r, o in routes.items() if not r.is_default and o[0].is_feasible][:2]
+    planted = dict(routes)
+    for route, gain in zip(lucky, (9.0, 8.0), strict=True):
+        measured = routes[route][0].measurement
+        assert measured is not None
+        great = replace(measured, log_speedup=gain, low=gain - 0.1, high=gain + 0.1)
+        planted[route] = (replace(routes[route][0], measurement=great),)
+    path = tmp_path / "planted.parquet"
+    save_table(replace(table, outcomes={fingerprint: planted}), path)
+    for recheck, expected in ((1, [2, 1]), (2, [2, 2])):
+        out = tmp_path / f"again{recheck}"
+        summary = Sweep(options(models, out, resume=(path,), recheck=recheck)).run()
+        assert summary["fresh_outcomes"] == recheck and not summary["given_up"]
+        (outcomes,) = load_table(out / "table.parquet").outcomes.values()
+        assert [len(outcomes[route]) for route in lucky] == expected
+    assert summary["models"][0]["best_speedup"] < 1000
+
+
 def test_a_sweep_ends_with_its_budget(models: Path, tmp_path: Path) -> None:
     sweep = Sweep(options(models, tmp_path / "out", seconds=0.01))
     summary = sweep.run()
@@ -126,6 +149,8 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "does not exist" in capsys.readouterr().err
     with pytest.raises(InputError, match="above 0"):
         parse([str(tmp_path), "-o", str(tmp_path), "--seconds", "0"])
+    with pytest.raises(InputError, match="--recheck -1 is not allowed"):
+        parse([str(tmp_path), "-o", str(tmp_path), "--recheck", "-1"])
     arguments = [str(tmp_path), "-o", str(tmp_path / "out"), "--backend", "fake_cuda:backend"]
     assert main(arguments) == 2
     assert "zoo export" in capsys.readouterr().err
