@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import fake_gpu
 import fake_tensorrt
 import pytest
 
@@ -89,7 +90,7 @@ def test_tune_on_the_fake_wins_and_says_how_trtexec_builds_it(
     assert result["manifest"]["stray_flags"] == "-stray=1"
     assert "a fake timer" in result["trials"][0]["reason"]  # an engine's notes are kept
     # No build of another process can run between two blocks of a measurement.
-    assert all(fake_tensorrt.WHOLE in trial["reason"] for trial in result["trials"])
+    assert all(fake_gpu.WHOLE in trial["reason"] for trial in result["trials"])
     assert result["trtexec"] == (
         "trtexec --onnx=deploy/model.onnx --timingCacheFile=deploy/timing.cache --avgTiming=1"
         " --setBuildRoute=-kgen:tiling=0 --saveEngine=rebuilt.plan"
