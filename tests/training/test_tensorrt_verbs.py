@@ -325,7 +325,33 @@ def test_without_tensorrt_the_extra_is_named(tiny_file: Path, tmp_path: Path) ->
     for line, check in zip(lines, found, strict=True):
         assert f"{check}: " in line
     assert "routepilot[tensorrt]" in next(line for line in lines if line.startswith("fail"))
+    assert "see the check: import" in lines[-1]  # the one to mend, not the first optional package
     assert all("[to do: " in line for line in lines if line.startswith("unavailable"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "option", "words"),
+    [
+        ("tensorrt", "colour=red", ("'colour' does not exist", "workspace_mib")),
+        ("tensorrt", "workspace_mib=big", ("give a number",)),
+        ("tensorrt_rtx", "channel=build_route", ("has no build_route",)),
+        pytest.param("tensorrt_rtx", "capability=9.9", ("'9.9'", "allowed: "), marks=needs_rtx),
+        ("cpu", "colour=red", ("'colour' does not exist", "threads")),
+    ],
+)
+def test_doctor_refuses_an_option_in_one_line(
+    backend: str, option: str, words: tuple[str, ...]
+) -> None:
+    one_line(routepilot("doctor", "--backend", backend, "-O", option), 2, *words)
+
+
+@needs_rtx
+def test_doctor_prints_nothing_but_its_checks() -> None:
+    done = routepilot("doctor", "--backend", "tensorrt_rtx")
+    assert done.stderr == ""
+    kinds = {line.split(None, 1)[0] for line in done.stdout.splitlines()}
+    assert kinds <= {"pass", "fail", "unavailable"}
+    assert "unknown option" in done.stdout
 
 
 @needs_rtx
@@ -337,6 +363,7 @@ def test_doctor_without_a_gpu(tmp_path: Path) -> None:
     assert found["kill and resume a compile"]["status"] == "pass"
     assert found["timing A/A"]["status"] == "unavailable"
     assert found["timing A/A"]["hint"]
+    assert found["noise floor"]["hint"] == "see the check: GPU and driver"
 
 
 def test_an_own_engine_is_run_and_timed(
