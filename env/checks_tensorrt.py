@@ -7,11 +7,13 @@ without a GPU, TensorRT-RTX's compiler is checked and the rest is told to be una
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -25,7 +27,9 @@ from routepilot.env.backends.tensorrt_catalog import is_build_route_knob
 from routepilot.env.backends.tensorrt_compiler import (
     FLAGS_VARIABLE,
     Plan,
+    find_module,
 )
+from routepilot.env.backends.tensorrt_options import read_options
 from routepilot.env.child import Child, Ended, machine_memory_bytes
 from routepilot.env.errors import InputError, MachineError, RoutePilotError
 from routepilot.env.liveness import live, recalled
@@ -56,17 +60,20 @@ def run_checks(
 
     Yields:
         `check`, `status` (`pass`, `fail` or `unavailable`), `detail`, `hint`.
+
+    Raises:
+        InputError: An option cannot be used.
     """
+    read_options(name, options or {})
     workdir.mkdir(parents=True, exist_ok=True)
     try:
-        bench = Bench(name, model, workdir, options or {})
+        find_module(name)
     except RoutePilotError as error:
-        yield _line("import", ("fail", str(error), "install what the message names"))
+        yield _line("import", ("fail", str(error), "do what the message says"))
         for check in (*CHECKS, *QUESTIONS):
-            yield _line(
-                check, ("unavailable", f"{name} is not there", "see the check of the import")
-            )
+            yield _line(check, ("unavailable", f"{name} cannot be used", "see the check: import"))
         return
+    bench = Bench(name, model, workdir, options or {})
     yield _line("import", ("pass", f"{bench.trt.__name__} {bench.trt.__version__}", ""))
     builds = bench.rtx or bench.backend.has_gpu
     for check, run in {**CHECKS, **QUESTIONS}.items():
@@ -75,7 +82,7 @@ def run_checks(
         else:
             yield _line(
                 check,
-                ("unavailable", "the builder needs an NVIDIA GPU", "see the check of the GPU"),
+                ("unavailable", "the builder needs an NVIDIA GPU", "see the check: GPU and driver"),
             )
 
 
@@ -146,7 +153,8 @@ def _read_back(bench: Bench) -> Finding:
 
 def _refusal(bench: Bench, token: str) -> Finding:
     """What the compiler does with a token it should not take."""
-    built = bench.build(token)
+    with redirect_stderr(io.StringIO()):  # the compiler's line is in the finding
+        built = bench.build(token)
     if isinstance(built, BuildFailure):
         good = built.status is Status.REFUSED
         return "pass" if good else "fail", built.reason, "" if good else _REPORT

@@ -58,14 +58,14 @@ class Ended:
     """The child is gone and did not answer.
 
     Attributes:
-        status: `CRASHED`, `TIMED_OUT` or `OUT_OF_MEMORY`.
+        status: `CRASHED`, `TIMED_OUT`, `OUT_OF_MEMORY` or `KILLED`.
         reason: How it ended, one line.
-        killed: Somebody else sent SIGKILL: the system for want of memory, or a person.
+        by_sigkill: Somebody else sent SIGKILL: the kernel for want of memory, or a person.
     """
 
     status: Status
     reason: str
-    killed: bool = False
+    by_sigkill: bool = False
 
 
 def one_line(text: str) -> str:
@@ -84,6 +84,18 @@ def machine_memory_bytes() -> int:
         except (OSError, ValueError):  # no such control group, or "max"
             continue
     return total
+
+
+def memory_kills() -> int | None:
+    """How many processes the kernel has killed for want of memory; None where it does not say.
+
+    The machine's own want and a control group's both count (Linux 4.13 and later).
+    """
+    try:
+        words = Path("/proc/vmstat").read_text().split()
+        return int(words[words.index("oom_kill") + 1])
+    except (OSError, ValueError):
+        return None
 
 
 class Child:
@@ -109,6 +121,7 @@ class Child:
         self._memory_limit = memory_limit_bytes
         self._buffer = bytearray()
         self._killed = False
+        self._memory_kills = memory_kills()
         self._watched: list[psutil.Process] = []
         self._next_scan = 0.0
         self.events: list[dict[str, Any]] = []
@@ -161,6 +174,7 @@ class Child:
     def post(self, request: Mapping[str, Any]) -> None:
         """Send a request whose answer is fetched later; one at a time."""
         self.events = []
+        self._memory_kills = memory_kills()
         try:
             _write(self._request, request)
         except BrokenPipeError:
@@ -281,12 +295,24 @@ class Child:
             return Ended(Status.CRASHED, "the child closed its pipe without an answer")
         self.kill()  # what it started may still be there
         if code == -signal.SIGKILL:
-            reason = "killed by the system, probably out of memory"
-            return Ended(Status.OUT_OF_MEMORY, reason, killed=True)
+            return self._by_sigkill()
         if code < 0:
             return Ended(Status.CRASHED, f"ended by {_signal_name(-code)}{self._last_words()}")
         reason = f"exited with code {code} without an answer{self._last_words()}"
         return Ended(Status.CRASHED, reason)
+
+    def _by_sigkill(self) -> Ended:
+        """Who sent it is not told, but the kernel counts whom it kills for want of memory."""
+        before, now = self._memory_kills, memory_kills()
+        if before is not None and before == now:
+            reason = (
+                "killed by SIGKILL, and not by the kernel for want of memory: by a person, a batch"
+                " system or a memory daemon"
+            )
+            return Ended(Status.KILLED, reason, by_sigkill=True)
+        sure = before is not None and now is not None
+        reason = f"killed by the system, {'' if sure else 'probably '}out of memory"
+        return Ended(Status.OUT_OF_MEMORY, reason, by_sigkill=True)
 
     def kill(self) -> None:
         """Kill the child, its group and whatever else descends from it; idempotent."""

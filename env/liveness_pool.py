@@ -109,22 +109,17 @@ class _Compiling:
         self._memory_limit, self._until = memory_limit, until
         self._child: Child | None = None
         self._deadline = DEADLINE_SECONDS
+        self._was_killed = False
         self.default: Found = unit.results.get("", {})
 
     def start(self) -> None:
         """Start a child if there is none, and compile the default."""
         if self._child is not None:
             return
-        kept = {k: v for k, v in os.environ.items() if k != "__LUNOWUD"}
-        environment = {**kept, **KEEP_MEMORY}
-        self._child = Child(
-            "routepilot.env.liveness_child", self._log, environment, self._memory_limit
-        )
-        opened = self._ask(self._unit.opening)
-        if "error" in opened:
-            self.close()
-            raise getattr(errors, opened["error"], MachineError)(opened["message"])
-        built = opened if "reason" in opened else self._ask({"flags": ""})
+        built = self._start_once()
+        if self._was_killed:
+            # Want of memory comes again; somebody's kill, or a machine that was full then, not.
+            built = self._start_once()
         if "hash" not in built:
             self.close()
             if self.overdue:
@@ -147,6 +142,19 @@ class _Compiling:
             )
         self.default = self.default or built
 
+    def _start_once(self) -> Found:
+        """A new child, and what it says of the default."""
+        kept = {k: v for k, v in os.environ.items() if k != "__LUNOWUD"}
+        environment = {**kept, **KEEP_MEMORY}
+        self._child = Child(
+            "routepilot.env.liveness_child", self._log, environment, self._memory_limit
+        )
+        opened = self._ask(self._unit.opening)
+        if "error" in opened:
+            self.close()
+            raise getattr(errors, opened["error"], MachineError)(opened["message"])
+        return opened if "reason" in opened else self._ask({"flags": ""})
+
     @property
     def overdue(self) -> bool:
         """Whether the time limit has passed."""
@@ -160,6 +168,9 @@ class _Compiling:
         """
         self.start()
         answer = self._ask({"flags": flags})
+        if self._was_killed:  # once more, as the default
+            self.start()
+            answer = self._ask({"flags": flags})
         if "hash" not in answer and answer["status"] != Status.REFUSED.value:
             self.close()  # a compiler that threw may be damaged
         if answer.get("status") == Status.TIMED_OUT.value and self.overdue:
@@ -171,7 +182,7 @@ class _Compiling:
 
         Raises:
             _TimeIsUpError: The time limit cut it off.
-            MachineError: Something leaked.
+            MachineError: Something leaked, or the child ended.
         """
         if self._child is None:
             return
@@ -180,6 +191,11 @@ class _Compiling:
             return
         if again.get("status") == Status.TIMED_OUT.value and self.overdue:
             raise _TimeIsUpError
+        if "hash" not in again:
+            raise MachineError(
+                f"the default engine could not be compiled again ({again['reason']}), so the last"
+                " answers are not believed; give the command again, which goes on from the others"
+            )
         raise MachineError(
             "the compiler's default engine changed within one process, so liveness cannot be"
             " told; please report this model"
@@ -190,6 +206,7 @@ class _Compiling:
         begin = time.monotonic()
         deadline = min(self._deadline, max(self._until - begin, 0.0) + GRACE)
         answer = self._child.ask(request, deadline)
+        self._was_killed = isinstance(answer, Ended) and answer.by_sigkill
         if isinstance(answer, Ended):
             self._child = None
             answer = {"status": answer.status.value, "reason": answer.reason}
@@ -311,11 +328,11 @@ class Pool:
 
 
 def lasting(results: Mapping[str, Mapping[str, str]]) -> dict[str, Found]:
-    """The answers that say something of the model: no hang, no want of memory.
+    """The answers that say something of the model: no hang, no want of memory, no kill.
 
     A child that ran out of time or memory may say something of the machine alone.
     """
-    fleeting = (Status.TIMED_OUT.value, Status.OUT_OF_MEMORY.value)
+    fleeting = (Status.TIMED_OUT.value, Status.OUT_OF_MEMORY.value, Status.KILLED.value)
     return {c: dict(r) for c, r in results.items() if r.get("status") not in fleeting}
 
 

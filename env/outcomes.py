@@ -21,6 +21,7 @@ class Status(str, Enum):
     CRASHED = "crashed"  # the child ended by a signal or without an answer
     TIMED_OUT = "timed_out"  # the deadline passed; the process group was killed
     OUT_OF_MEMORY = "out_of_memory"
+    KILLED = "killed"  # by SIGKILL, and not for want of memory: nothing is known of the route
     ACCURACY_FAILED = "accuracy_failed"  # finite, right shape, too far from the reference
     INVALID_OUTPUT = "invalid_output"  # NaN, Inf, a missing output, another shape or type
     REFUSED = "refused"  # a knob or combination the catalog or the compiler refuses

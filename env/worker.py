@@ -298,7 +298,7 @@ class Worker:
         child = self._ready()
         start = time.perf_counter()
         answer = self._ask(request, deadline)
-        if isinstance(answer, Ended) and answer.killed:
+        if isinstance(answer, Ended) and answer.by_sigkill:
             # Want of memory comes again; somebody's kill, or a machine that was full then, not.
             child = self._ready()
             answer = self._ask(request, deadline)  # its seconds count as well
@@ -378,7 +378,7 @@ class Worker:
         try:
             answer = child.answer(self.deadline_seconds)
             if isinstance(answer, Ended):
-                self._was_killed = answer.killed
+                self._was_killed = answer.by_sigkill
                 raise MachineError(f"the worker child cannot start: {answer.reason}")
             if "error" in answer:
                 raise_reported(answer)
@@ -386,7 +386,12 @@ class Worker:
                 self.starting_seconds += min(answer["ready"], asked) - self._woken
             answer = child.ask({"do": "default"}, self.deadline_seconds)
             if isinstance(answer, Ended):
-                self._was_killed = answer.killed
+                self._was_killed = answer.by_sigkill
+                if answer.status is Status.KILLED:  # no fault of the model
+                    raise MachineError(
+                        f"the default route of {self._model.name} was not built: {answer.reason};"
+                        " see what kills processes here, and give the command again"
+                    )
                 raise self._default_failed(answer.status, answer.reason)
             if "error" in answer:
                 raise_reported(answer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fake_tensorrt import FakeGpu, FakeTimer
+from fake_gpu import FakeGpu, FakeTimer
 
 from routepilot.env.backends.cuda import CudaBackend
 from routepilot.env.backends.cuda_engine import Device

@@ -1,4 +1,4 @@
-"""A child of `liveness` whose compiler crashes, hangs and leaks on request."""
+"""A child of `liveness` whose compiler crashes, hangs, leaks and is killed on request."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from routepilot.env.child import Line
 
@@ -21,6 +22,11 @@ def main(arguments: list[str]) -> None:
             os.kill(os.getpid(), signal.SIGSEGV)
         elif flags == "-kgen:tiling=1":
             time.sleep(60)
+        elif flags in os.environ.get("HOSTILE_KILLS", "").split():
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif flags == "-slice_elim=off" and not Path(os.environ["HOSTILE_ONCE"]).exists():
+            Path(os.environ["HOSTILE_ONCE"]).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         elif flags == "-slice_fusion=off":
             leaked = "leaked"
         if flags == "-concat_elim=off":

@@ -15,6 +15,7 @@ engine in `deploy/`; one that another front end builds is to be measured again.
 
 import importlib
 import json
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -149,9 +150,11 @@ def polygraphy_hook(answer: Answer) -> Callable[[Any, Any, Any], None]:
 
 
 def torch_tensorrt_settings(answer: Answer = None, *, partly: bool = False) -> dict[str, Any]:
-    """Settings for `torch_tensorrt.dynamo.compile`, which has `build_route` since it can tune.
+    """Settings for `torch_tensorrt.dynamo.compile`, where it has a setting `build_route`.
 
-    Torch-TensorRT cuts a program into parts and builds each with the route.
+    Torch-TensorRT cuts a program into parts and builds each with the route. `compile` drops
+    settings that it does not know without a word, so those of the version at hand are asked first;
+    where none is installed, all are taken to exist.
 
     Args:
         answer: As `read_answer` takes it.
@@ -184,12 +187,30 @@ def torch_tensorrt_settings(answer: Answer = None, *, partly: bool = False) -> d
         for name, default in (("-max_num_tactics", "auto"), (PRECISION, "model"))
         if settings.get(name, default) != default
     ]
+    known = _known_to_torch_tensorrt()
+    unknown = [name for name in found if known is not None and name not in known]
+    dropped = {name: found.pop(name) for name in unknown}
+    missing += [f"{name}={value}" for name, value in dropped.items() if value != ""]
     if missing and not partly:
         raise ValueError(
-            f"Torch-TensorRT has no setting for {' '.join(missing)}; leave it out with partly=True"
-            " and measure again"
+            f"{_torch_tensorrt_here()} has no setting for {' '.join(missing)}; leave it out with"
+            " partly=True and measure again"
         )
     return found
+
+
+def _known_to_torch_tensorrt() -> set[str] | None:
+    """Names of the settings of the Torch-TensorRT at hand; None where none can be loaded."""
+    try:
+        dynamo = importlib.import_module("torch_tensorrt.dynamo")
+        return set(dynamo.CompilationSettings.__dataclass_fields__)
+    except (ImportError, OSError, AttributeError):
+        return None
+
+
+def _torch_tensorrt_here() -> str:
+    module = sys.modules.get("torch_tensorrt")
+    return f"Torch-TensorRT {getattr(module, '__version__', '')}".strip()
 
 
 def _compare_versions(data: dict[str, Any], trt: Any) -> None:

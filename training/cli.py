@@ -435,6 +435,8 @@ def agents(json: JsonOpt = False) -> None:
 def doctor(backend: BackendOpt = "cpu", option: OptionOpt = None, json: JsonOpt = False) -> None:
     """Check what works on this machine, one line a contract.
 
+    Exit code 1 when a check fails; what is unavailable is no failure.
+
     Example: routepilot doctor --backend cpu --json
     """
     from routepilot.env.backends import check_backend

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from routepilot.env.errors import RoutePilotError
+from routepilot.env.backends.tensorrt_options import read_options
+from routepilot.env.errors import InputError, MissingExtraError, RoutePilotError
 from routepilot.env.models import Model, prepare
 from routepilot.env.outcomes import Status
 from routepilot.env.routes import DEFAULT_ROUTE
@@ -61,7 +62,13 @@ def run_checks(backend: str, options: Mapping[str, str] | None = None) -> Iterat
     Args:
         backend: Backend name.
         options: Backend options.
+
+    Raises:
+        InputError: An option cannot be used; nothing is yielded before that is known.
     """
+    nvidia = backend in ("tensorrt", "tensorrt_rtx")
+    if nvidia:
+        read_options(backend, options or {})
     for package, extra in OPTIONAL.items():
         yield _package(package, extra)
     with tempfile.TemporaryDirectory(prefix="routepilot-doctor-") as folder:
@@ -73,14 +80,16 @@ def run_checks(backend: str, options: Mapping[str, str] | None = None) -> Iterat
             yield Check("tiny model", "fail", str(error), "reinstall onnx and onnxruntime")
             return
         yield Check("tiny model", "pass", f"fingerprint {model.fingerprint[:12]}")
-        if backend in ("tensorrt", "tensorrt_rtx"):
-            timed = True
+        if nvidia:
+            blocked = ""
             for check in _compiler_checks(backend, model, place, options or {}):
-                timed = timed and not (check.check in NEEDED and check.status != "pass")
+                if not blocked and check.check in NEEDED and check.status != "pass":
+                    blocked = check.check
                 yield check
-            if not timed:
+            if blocked:
+                hint = f"see the check: {blocked}"
                 for name in TIMED:
-                    yield Check(name, "unavailable", "nothing can be timed here", _SEE_ABOVE)
+                    yield Check(name, "unavailable", "nothing can be timed here", hint)
                 return
         yield from _backend_checks(backend, model, place, options or {})
 
@@ -98,8 +107,6 @@ TIMED = (
     "child is killed at its deadline",
     "a run goes on where it was",
 )
-
-_SEE_ABOVE = "mend the first check above that does not pass"
 
 
 def _compiler_checks(
@@ -160,8 +167,13 @@ def _backend_checks(
         store = RecordStore(folder / "records.sqlite")
         config = SessionConfig(backend=backend, options=options)
         session = Session(model, config, store, folder / "work")
-    except RoutePilotError as error:
+    except MissingExtraError as error:
         yield Check(name, "fail", str(error), "install the extra that the message names")
+        return
+    except RoutePilotError as error:
+        if isinstance(error, InputError) and options:
+            raise  # an option that cannot be used is no finding about this machine
+        yield Check(name, "fail", str(error), "do what the message says")
         return
     with store, session:
         target = session.target

@@ -36,6 +36,7 @@ from routepilot.env.backends.tensorrt_compiler import (
     Network,
     Plan,
     Settings,
+    find_capability,
     find_module,
     version_numbers,
 )
@@ -92,6 +93,7 @@ class TensorRtBackend:
         self.options = read_options(name, options or {})
         self._confirming = False
         self._trt = find_module(name)
+        find_capability(self._trt, self.options.capability)  # refused here, before any work
         if self.options.quantizer is Quantizer.MODELOPT:
             require_modelopt()
         self._networks: dict[Path, Network] = {}

@@ -99,6 +99,26 @@ def version_numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:4])
 
 
+def find_capability(trt: Any, wanted: str) -> Any:
+    """The compiler's own word for a compute capability such as `8.9`; None for none.
+
+    Raises:
+        InputError: It is not one of the compiler's.
+    """
+    known = getattr(trt, "ComputeCapability", None)
+    if not wanted:
+        return None
+    name = "SM" + wanted.replace(".", "")
+    members = {} if known is None else known.__members__
+    if name not in members:
+        numbers = [n[2:-1] + "." + n[-1] for n in members if n.startswith("SM")]
+        raise InputError(
+            f"compute capability {wanted!r} is not one {trt.__name__} compiles for;"
+            f" allowed: {', '.join(numbers) or 'only the GPU at hand (leave it out)'}"
+        )
+    return members[name]
+
+
 def _flag(name: str) -> Callable[[Any, Any, str], None]:
     def apply(trt: Any, config: Any, value: str) -> None:
         flag = getattr(trt.BuilderFlag, name)
@@ -169,7 +189,7 @@ class Compiler:
 
     def __init__(self, trt: Any, settings: Settings | None = None) -> None:
         self.trt, self.settings = trt, settings or Settings()
-        self._capability = self._find_capability(self.settings.compute_capability)
+        self._capability = find_capability(trt, self.settings.compute_capability)
         self._ear = Ear(trt)
         try:
             self._builder = trt.Builder(self._ear.logger)
@@ -183,20 +203,6 @@ class Compiler:
     def __del__(self) -> None:
         # The builder logs while it dies and does not keep its listeners alive.
         self._builder = None
-
-    def _find_capability(self, wanted: str) -> Any:
-        known = getattr(self.trt, "ComputeCapability", None)
-        if not wanted:
-            return None
-        name = "SM" + wanted.replace(".", "")
-        members = {} if known is None else known.__members__
-        if name not in members:
-            numbers = [n[2:-1] + "." + n[-1] for n in members if n.startswith("SM")]
-            raise InputError(
-                f"compute capability {wanted!r} is not one {self.trt.__name__} compiles for;"
-                f" allowed: {', '.join(numbers) or 'only the GPU at hand (leave it out)'}"
-            )
-        return members[name]
 
     @property
     def version(self) -> str:

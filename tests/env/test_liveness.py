@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,8 +13,9 @@ import hostile_liveness_child
 import pytest
 from onnx import TensorProto, helper, load, save
 
+from routepilot.env import child as child_module
 from routepilot.env import liveness, liveness_pool
-from routepilot.env.child import Child
+from routepilot.env.child import Child, Ended
 from routepilot.env.errors import (
     InputError,
     MachineError,
@@ -191,6 +195,78 @@ def test_leaking_compiler_is_not_believed(tiny: Model, tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="changed within one process"):
         sweep(tiny, tmp_path, "-slice_fusion", "-copy_ppg")
     assert list(tmp_path.glob("*.json")) == []
+
+
+@pytest.mark.usefixtures("hostile")
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ((3, 3), "not by the kernel for want of memory"),
+        ((3, 4), "killed by the system, out of memory"),
+    ],
+)
+def test_a_killed_compile_is_tried_again_and_blamed_on_who_killed_it(
+    tiny: Model,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    counts: tuple[int, int],
+    words: str,
+) -> None:
+    before, after = counts
+    once = tmp_path / "once"
+    monkeypatch.setenv("HOSTILE_ONCE", str(once))
+    monkeypatch.setenv("HOSTILE_KILLS", "-lower_grouped_deconv=off")
+    monkeypatch.setattr(child_module, "memory_kills", lambda: after if once.exists() else before)
+    found = sweep(tiny, tmp_path, "-slice_elim", "-copy_ppg")
+    assert found.failed == {}  # killed once, then compiled
+    assert found.identical == ("-slice_elim=off", "-copy_ppg=off")
+    once.unlink()
+    counted = iter(range(before, 100) if after > before else [before] * 100)
+    monkeypatch.setattr(child_module, "memory_kills", lambda: next(counted))
+    found = sweep(tiny, tmp_path, "-lower_grouped_deconv", "-split_elim")
+    assert words in found.failed["-lower_grouped_deconv=off"]
+    assert found.live == ("-split_elim=off",)
+    (kept,) = tmp_path.glob("*.json")
+    assert "-lower_grouped_deconv=off" not in json.loads(kept.read_text())
+
+
+@pytest.mark.usefixtures("hostile")
+def test_a_default_that_is_killed_is_no_fault_of_the_model(
+    tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_module, "memory_kills", lambda: 3)
+    asked: list[str] = []
+    ask = Child.ask
+
+    def killed_before_the_default(
+        self: Child, request: Mapping[str, object], deadline: float
+    ) -> dict[str, object] | Ended:
+        asked.append(str(request.get("flags")))
+        if request.get("flags") == "":
+            os.kill(self.process.pid, signal.SIGKILL)
+        return ask(self, request, deadline)
+
+    monkeypatch.setattr(Child, "ask", killed_before_the_default)
+    with pytest.raises(MachineError, match="not by the kernel for want of memory"):
+        sweep(tiny, tmp_path, "-copy_ppg")
+    assert asked.count("") == 2  # it was tried again
+    # Killed at the check that ends a sweep: what came before it is not believed.
+    monkeypatch.setattr(Child, "ask", _killed_at_the_check(ask))
+    with pytest.raises(MachineError, match="could not be compiled again"):
+        sweep(tiny, tmp_path, "-copy_ppg")
+
+
+def _killed_at_the_check(ask: Callable[..., object]) -> Callable[..., object]:
+    defaults: list[int] = []
+
+    def wrapped(self: Child, request: Mapping[str, object], deadline: float) -> object:
+        if request.get("flags") == "":
+            defaults.append(self.process.pid)
+            if len(defaults) == 2:
+                os.kill(self.process.pid, signal.SIGKILL)
+        return ask(self, request, deadline)
+
+    return wrapped
 
 
 # --- the operator rule ---

@@ -1,6 +1,8 @@
+import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import hostile_backend
 import psutil
 import pytest
 
+from routepilot.env import child
 from routepilot.env.accuracy import Gate
 from routepilot.env.child import one_line
 from routepilot.env.errors import InputError, MachineError, ModelError
@@ -94,11 +97,11 @@ def test_default_outcome_and_a_measured_route(make):
         assert slow.log_speedup == pytest.approx(-math.log(10), abs=0.05)
 
 
-def test_every_misdeed_is_an_outcome_and_the_next_trial_works(make, tmp_path):
+def test_every_misdeed_is_an_outcome_and_the_next_trial_works(make, tmp_path, monkeypatch):
     expected = {
         "segv": (Status.CRASHED, "SIGSEGV.*assertion failed in fusion.cpp.*while building"),
         "abort": (Status.CRASHED, "SIGABRT"),
-        "sigkill": (Status.OUT_OF_MEMORY, "killed by the system, probably out of memory"),
+        "sigkill": (Status.KILLED, "killed by SIGKILL, and not by the kernel.*while building"),
         "exit": (Status.CRASHED, "code 3.*last words: licence not found"),
         "raise": (Status.BUILD_FAILED, "KeyError.*tactic.*building"),
         "nomem": (Status.OUT_OF_MEMORY, "out of memory while building"),
@@ -114,8 +117,8 @@ def test_every_misdeed_is_an_outcome_and_the_next_trial_works(make, tmp_path):
         "missing": (Status.INVALID_OUTPUT, "'y'.*missing"),
         "inaccurate": (Status.ACCURACY_FAILED, "rel_l2.*0.05.*0.01"),
     }
-    import re
 
+    monkeypatch.setattr(child, "memory_kills", lambda: 3)
     worker = make()
     reference = worker.trial(route("-speed=2"))
     for deed, (status, words) in expected.items():
@@ -182,6 +185,31 @@ def test_a_child_that_died_idle_is_not_the_next_route_s_fault(make, tmp_path):
     os.kill(pids(tmp_path)[-1], signal.SIGKILL)
     assert gone(pids(tmp_path)[-1])
     assert worker.trial(route("-speed=2")).is_feasible
+
+
+@pytest.mark.parametrize(
+    ("counts", "reason"),
+    [
+        (itertools.count(3), "killed by the system, out of memory (while building)"),
+        (itertools.repeat(None), "killed by the system, probably out of memory (while building)"),
+    ],
+)
+def test_want_of_memory_is_told_by_the_kernel_s_count(make, monkeypatch, counts, reason):
+    monkeypatch.setattr(child, "memory_kills", lambda: next(counts))
+    outcome = make().trial(route("-do=sigkill"))
+    assert (outcome.status, outcome.reason) == (Status.OUT_OF_MEMORY, reason)
+
+
+def test_the_kernel_s_count_is_read():
+    counted = child.memory_kills()
+    told = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.M)
+    assert counted == (int(told[1]) if told else None)
+
+
+def test_a_default_killed_by_somebody_is_no_fault_of_the_model(make, monkeypatch):
+    monkeypatch.setattr(child, "memory_kills", lambda: 3)
+    with pytest.raises(MachineError, match="default route.*was not built.*what kills processes"):
+        make({"default": "sigkill"}).default_outcome()
 
 
 def test_memory_is_limited(make):

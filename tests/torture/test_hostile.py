@@ -32,7 +32,7 @@ NAMES: dict[str, tuple[set[Status], str]] = {
     "segv": ({Status.CRASHED}, "SIGSEGV"),
     "abort": ({Status.CRASHED}, "SIGABRT"),
     "exit": ({Status.CRASHED}, "exited with code 3"),
-    "sigkill": ({Status.OUT_OF_MEMORY}, "killed by the system"),
+    "sigkill": ({Status.KILLED, Status.OUT_OF_MEMORY}, "killed by (SIGKILL|the system)"),
     "hang": ({Status.TIMED_OUT}, "no answer within"),
     "helpers": ({Status.TIMED_OUT}, "no answer within"),
     "daemon": ({Status.TIMED_OUT}, "no answer within"),

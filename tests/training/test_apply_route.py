@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import fake_tensorrt
@@ -150,6 +151,30 @@ def test_settings_for_torch_tensorrt() -> None:
         "disable_tf32": False,
         "sparse_weights": False,
         "tiling_optimization_level": "full",
+    }
+
+
+def test_a_torch_tensorrt_without_build_routes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 2.14.0 has none, and its `compile` drops what it does not know without a word."""
+    package, dynamo = ModuleType("torch_tensorrt"), ModuleType("torch_tensorrt.dynamo")
+    package.__version__ = "2.14.0"  # type: ignore[attr-defined]
+    levers = "optimization_level max_aux_streams disable_tf32 sparse_weights".split()
+    fields = dict.fromkeys([*levers, "num_avg_timing_iters", "workspace_size"])
+    dynamo.CompilationSettings = type("S", (), {"__dataclass_fields__": fields})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch_tensorrt", package)
+    monkeypatch.setitem(sys.modules, "torch_tensorrt.dynamo", dynamo)
+    with pytest.raises(
+        ValueError, match=r"Torch-TensorRT 2\.14\.0 has no setting for build_route="
+    ):
+        apply_route.torch_tensorrt_settings(answer())
+    left = apply_route.torch_tensorrt_settings(answer(), partly=True)
+    assert "build_route" not in left
+    assert left["max_aux_streams"] == 0
+    levers_alone = answer("-builder_optimization_level=4")
+    assert apply_route.torch_tensorrt_settings(levers_alone) == {
+        "optimization_level": 4,
+        "disable_tf32": False,
+        "sparse_weights": False,
     }
 
 

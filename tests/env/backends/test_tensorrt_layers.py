@@ -6,6 +6,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
+import fake_gpu
 import fake_tensorrt
 import pytest
 
@@ -130,4 +131,4 @@ def test_the_real_runtime_says_why_it_cannot_load_an_engine_here(tiny: Model) ->
     plan = rtx.compile(rtx.parse(tiny.path, {}), detailed=True)
     assert isinstance(plan, Plan)
     with pytest.raises(MachineError, match="does not load this engine on Fake GPU.*"):
-        Execution(trt, plan.data, fake_tensorrt.FakeGpu())  # type: ignore[arg-type]
+        Execution(trt, plan.data, fake_gpu.FakeGpu())  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from onnx import TensorProto, checker, helper, load, numpy_helper, save
 
 from routepilot.env.backends import load_backend
 from routepilot.env.backends.base import BuildFailure
+from routepilot.env.backends.tensorrt_compiler import Compiler, Plan, Settings, find_module
 from routepilot.env.backends.tensorrt_options import Quantizer
 from routepilot.env.backends.tensorrt_precision import bfloat16_bits, require_modelopt, variant
 from routepilot.env.errors import InputError, MissingExtraError
@@ -189,3 +190,7 @@ def test_modelopt_itself_writes_explicit_nodes(
     (given,) = session.run(None, dict(transformer.selection()[0]))
     (wanted,) = transformer.selection_reference()[0].values()
     assert np.linalg.norm(given - wanted) < bound * np.linalg.norm(wanted)
+    if _found("tensorrt_rtx_bindings"):
+        compiler = Compiler(find_module("tensorrt_rtx"), Settings(compute_capability="8.9"))
+        shapes = {spec.name: spec.shape for spec in transformer.inputs}
+        assert isinstance(compiler.compile(compiler.parse(path, shapes)), Plan)
