@@ -98,6 +98,26 @@ def memory_kills() -> int | None:
         return None
 
 
+def sigkilled(before: int | None) -> Ended:
+    """How a process ended that SIGKILL ended.
+
+    Who sent it is not told, but the kernel counts whom it kills for want of memory.
+
+    Args:
+        before: `memory_kills` while the process was still well.
+    """
+    now = memory_kills()
+    if before is not None and before == now:
+        reason = (
+            "killed by SIGKILL, and not by the kernel for want of memory: by a person, a batch"
+            " system or a memory daemon"
+        )
+        return Ended(Status.KILLED, reason, by_sigkill=True)
+    sure = before is not None and now is not None
+    reason = f"killed by the system, {'' if sure else 'probably '}out of memory"
+    return Ended(Status.OUT_OF_MEMORY, reason, by_sigkill=True)
+
+
 class Child:
     """One running child: Python on MODULE with `READ_FD WRITE_FD PARENT_PID`.
 
@@ -295,24 +315,11 @@ class Child:
             return Ended(Status.CRASHED, "the child closed its pipe without an answer")
         self.kill()  # what it started may still be there
         if code == -signal.SIGKILL:
-            return self._by_sigkill()
+            return sigkilled(self._memory_kills)
         if code < 0:
             return Ended(Status.CRASHED, f"ended by {_signal_name(-code)}{self._last_words()}")
         reason = f"exited with code {code} without an answer{self._last_words()}"
         return Ended(Status.CRASHED, reason)
-
-    def _by_sigkill(self) -> Ended:
-        """Who sent it is not told, but the kernel counts whom it kills for want of memory."""
-        before, now = self._memory_kills, memory_kills()
-        if before is not None and before == now:
-            reason = (
-                "killed by SIGKILL, and not by the kernel for want of memory: by a person, a batch"
-                " system or a memory daemon"
-            )
-            return Ended(Status.KILLED, reason, by_sigkill=True)
-        sure = before is not None and now is not None
-        reason = f"killed by the system, {'' if sure else 'probably '}out of memory"
-        return Ended(Status.OUT_OF_MEMORY, reason, by_sigkill=True)
 
     def kill(self) -> None:
         """Kill the child, its group and whatever else descends from it; idempotent."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from routepilot.env import ours
 from routepilot.env.backends.base import BuildFailure
 from routepilot.env.backends.inductor_build import CACHE, PACKAGE, REQUEST, RESULT
 from routepilot.env.backends.inductor_catalog import BLAS, CUDNN_BENCHMARK, PRECISION
-from routepilot.env.child import one_line
+from routepilot.env.child import memory_kills, one_line, sigkilled
 from routepilot.env.drafts import draft_folder, place_for_draft
 from routepilot.env.interpreter import module_command
 from routepilot.env.outcomes import Status
@@ -95,12 +96,14 @@ class Build:
         process: The child.
         started: When, seconds since the epoch.
         pauses: When it was stopped by others and for how long; that is not its cost.
+        memory_kills: What the kernel had counted of its kills when it started.
     """
 
     folder: Path
     process: subprocess.Popen[bytes]
     started: float = field(default_factory=time.time)
     pauses: list[tuple[float, float]] = field(default_factory=list)
+    memory_kills: int | None = field(default_factory=memory_kills)
 
     def seconds(self) -> float:
         """How long it took, or has taken so far; without pauses."""
@@ -113,7 +116,7 @@ class Build:
     def result(self) -> Package | BuildFailure:
         """How it ended; waits for it."""
         code = self.process.wait()
-        return read_result(self.folder, code, self.seconds())
+        return read_result(self.folder, code, self.seconds(), self.memory_kills)
 
 
 def start_build(request: Request, place: Path, *, own_group: bool = False) -> Build:
@@ -151,16 +154,26 @@ def start_build(request: Request, place: Path, *, own_group: bool = False) -> Bu
     return Build(folder, process)
 
 
-def read_result(folder: Path, code: int, seconds: float) -> Package | BuildFailure:
-    """What a build child left; a failed build's folder is removed."""
+def read_result(
+    folder: Path, code: int, seconds: float, memory_kills: int | None
+) -> Package | BuildFailure:
+    """What a build child left; a failed build's folder is removed.
+
+    Args:
+        folder: Of the build.
+        code: With which the child ended, negative for a signal.
+        seconds: How long it took.
+        memory_kills: What the kernel had counted of its kills when it started.
+    """
     try:
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         result = {"status": "build_failed", "reason": f"the compiler ended {_how(code)}"}
+        if code == -signal.SIGKILL:
+            ended = sigkilled(memory_kills)
+            result = {"status": ended.status.value, "reason": f"the compiler was {ended.reason}"}
         words = _last_words(folder / "log")
         result["reason"] += f"; its last words: {words}" if words else ""
-        if code == -9:
-            result["status"] = "out_of_memory"
     if result["status"] != "ok":
         shutil.rmtree(folder, ignore_errors=True)
         return BuildFailure(Status(result["status"]), one_line(result["reason"]))

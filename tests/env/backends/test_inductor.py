@@ -228,17 +228,20 @@ def test_a_waiting_package_is_taken_once(tmp_path: Path) -> None:
     assert take_ready(tmp_path / "work", route, keep=False) is None
 
 
-def test_a_build_that_dies_says_so(tmp_path: Path) -> None:
+def test_a_build_that_dies_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "build"
     folder.mkdir()
     (folder / "log").write_text("first\nterminate called\n")
-    died = read_result(folder, -signal.SIGSEGV, 1.0)
+    died = read_result(folder, -signal.SIGSEGV, 1.0, 3)
     assert isinstance(died, BuildFailure) and died.status is Status.BUILD_FAILED
     assert "signal 11" in died.reason and "terminate called" in died.reason
     assert not folder.exists()
-    folder.mkdir()
-    killed = read_result(folder, -signal.SIGKILL, 1.0)
-    assert isinstance(killed, BuildFailure) and killed.status is Status.OUT_OF_MEMORY
+    monkeypatch.setattr("routepilot.env.child.memory_kills", lambda: 4)
+    for before, status in ((3, Status.OUT_OF_MEMORY), (4, Status.KILLED)):
+        folder.mkdir()
+        killed = read_result(folder, -signal.SIGKILL, 1.0, before)
+        assert isinstance(killed, BuildFailure) and killed.status is status
+        assert "killed" in killed.reason
 
 
 def test_pauses_are_not_build_time(tmp_path: Path) -> None:
