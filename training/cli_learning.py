@@ -5,6 +5,7 @@ Imported by `cli.main`, which owns the application object.
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -96,6 +97,9 @@ def train(
 
     Example: routepilot train --config cpu --seed 1 -o policy
     """
+    # Before numpy is there: a second thread makes the many small products of training no faster,
+    # and where cores are shared far slower.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from routepilot.env.tables import load_table
     from routepilot.training import console
     from routepilot.training.defaults import find_table
