@@ -25,6 +25,7 @@ from routepilot.env.routes import (
     read_expression_file,
     sweep_expression,
 )
+from routepilot.env.wording import counted
 from routepilot.training.defaults import released_liveness
 from routepilot.training.session import Say, Session, silent
 
@@ -83,7 +84,7 @@ def make_problem(
     acts = _expected(narrowed, session, say) if agent in FOLLOWS_LIVENESS else {}
     if narrowed.dropped or narrowed.masked:
         say(
-            f"left out as inert: {len(narrowed.dropped)} knobs by the model's operators,"
+            f"left out as inert: {counted(len(narrowed.dropped), 'knob')} by the model's operators,"
             f" {len(narrowed.masked)} values by the compiler"
         )
     if agent == "recentred" and acts:
@@ -108,13 +109,13 @@ def _expected(narrowed: Narrowed, session: Session, say: Say) -> dict[str, float
     operators = operator_types(session.model.path)
     acts = expected_liveness(narrowed.catalog, operators, prior, narrowed.swept, own=narrowed.own)
     if narrowed.live:
-        say(f"{len(narrowed.live)} knobs that `routepilot live` found live come first")
+        say(f"first come {counted(len(narrowed.live), 'knob')} that `routepilot live` found live")
     if prior is not None:
         never = prior.last(own=narrowed.own)
         count = sum(name in narrowed.catalog for name in never)
         say(
-            f"{count} knobs that changed no engine of {len(prior.models)} corpus models are"
-            " expected to do nothing and come last"
+            f"last come {counted(count, 'knob')} that changed no engine of"
+            f" {counted(len(prior.models), 'corpus model')}"
         )
     return acts
 
@@ -166,7 +167,8 @@ def lay_out(expression: Expression, catalog: Catalog, who: str) -> tuple[Route, 
     count = expression.count_full()
     if count > MOST_ROUTES:
         raise InputError(
-            f"the route expression has {count} routes, and {who} takes {MOST_ROUTES} at most;"
+            f"the route expression has {counted(count, 'route')}, and {who} takes {MOST_ROUTES}"
+            " at most;"
             f" narrow it, or tune with one of the agents {', '.join(sorted(SWEEPS))}"
         )
     routes = combine(catalog, [*expression.fast(catalog), *expression.full()])

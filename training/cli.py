@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from routepilot.env.errors import InputError, RoutePilotError
+from routepilot.env.wording import counted
 from routepilot.training.cli_numbers import DeadlineOpt as DeadlineOpt
 from routepilot.training.cli_numbers import SecondsOpt as SecondsOpt
 from routepilot.training.cli_numbers import SeedOpt as SeedOpt
@@ -232,14 +233,15 @@ def tune(
     if result.is_default:
         console.out.print(
             f"{result.model}: the default route stays ({result.confirmed.note});"
-            f" {result.search.builds} builds, {result.seconds:.0f} s",
+            f" {counted(result.search.builds, 'build')}, {result.seconds:.0f} s",
             markup=False,
             soft_wrap=True,
         )
     else:
         console.out.print(
             f"{result.model}: {console.speedup_text(*result.confirmed.speedup)} over the default"
-            f" with {result.route}; {result.search.builds} builds, {result.seconds:.0f} s",
+            f" with {result.route}; {counted(result.search.builds, 'build')},"
+            f" {result.seconds:.0f} s",
             markup=False,
             soft_wrap=True,
         )
@@ -356,7 +358,7 @@ def compare(
     if json:
         console.print_json({"agents": {name: row.as_json() for name, row in rows.items()}})
         return
-    console.print_comparison(f"{named.model.name}: {builds} builds each", rows)
+    console.print_comparison(f"{named.model.name}: {counted(builds, 'build')} each", rows)
 
 
 @app.command()

@@ -71,8 +71,8 @@ def open_school(
     kept = known.without_families(validation)
     if len(kept.families) < LEAST_FAMILIES:
         raise InputError(
-            f"{len(kept.families)} families of the {table.catalog.name} table are left to train on"
-            f" and {LEAST_FAMILIES} are needed; hold out fewer"
+            f"{LEAST_FAMILIES} families are needed to train on and the {table.catalog.name} table"
+            f" has {len(kept.families)} left; hold out fewer"
         )
     trained = Replay(kept, gate)
     # Beliefs about speed and loss do not depend on the limit: one fit serves every course.

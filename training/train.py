@@ -25,6 +25,7 @@ from routepilot.env.errors import InputError, MissingExtraError
 from routepilot.env.records import RouteTable
 from routepilot.env.route_env import Randomness
 from routepilot.env.tables import save_table
+from routepilot.env.wording import counted
 from routepilot.training.courses import AlternatingEnv, calibrate, courses, exams, open_school
 from routepilot.training.defaults import checkpoints_folder
 from routepilot.training.files import ensure_folder
@@ -120,7 +121,10 @@ def train(
     sources = (source,) * len(tables) if source is None or isinstance(source, Path) else source
     config, gate = config or TrainConfig(), gate or Gate()
     if not tables or len(sources) != len(tables):
-        raise InputError(f"{len(tables)} route tables of {len(sources)} files; give one each")
+        raise InputError(
+            f"{counted(len(tables), 'route table')} of {counted(len(sources), 'file')}; give one"
+            " each"
+        )
     limit = TimeLimit(Clock(start, {}), config.max_seconds)
     schools = [
         open_school(t, held_out, validation, gate, config.kernel, limit.check_fits) for t in tables
@@ -172,7 +176,7 @@ def train(
         run.next = int(saved.notes["next"])
         run.values = list(saved.notes.get("values", ()))
         run.imitated = tuple(saved.notes["imitated"])
-        say(f"goes on after {model.num_timesteps} steps")
+        say(f"goes on after {counted(model.num_timesteps, 'step')}")
     else:
         run.imitate(taught, saved)
         run.consider()
@@ -208,7 +212,7 @@ def train(
     )
     path = save_policy(folder, run.best.weights, card)
     say(
-        f"{steps} steps in {spent['seconds']:.0f} s, {speed:.0f} a second in PPO{ended}:"
+        f"{counted(steps, 'step')} in {spent['seconds']:.0f} s, {speed:.0f} a second in PPO{ended}:"
         f" {run.best.text()}"
     )
     if run.interrupted:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepilot.env.route_env import RouteSelectionEnv
+from routepilot.env.wording import counted
 from routepilot.training.courses import AlternatingEnv
 from routepilot.training.scoring import Best
 from routepilot.training.session import Say
@@ -126,7 +127,7 @@ class TrainingRun:
         if saved is not None:
             restore_imitation(saved, imitation, net)
             passes, loss = int(saved.notes["passes"]), float(saved.notes["loss"])
-            self.say(f"goes on after {passes} passes of imitation")
+            self.say(f"goes on after {counted(passes, 'pass', 'passes')} of imitation")
         self.imitated = (episodes, config.teacher_epochs)
         while passes < config.teacher_epochs:
             if passes >= LEAST_PASSES and self.limit.is_up(IMITATED_BY):
@@ -144,11 +145,13 @@ class TrainingRun:
             }
             self.keeper.save(imitation_checkpoint(imitation, net, notes))
         count = len(lessons["targets"])
-        self.say(f"imitated {count} decisions of the teacher, cross-entropy {loss:.3f}")
+        self.say(f"imitated {counted(count, 'decision')} of the teacher, cross-entropy {loss:.3f}")
         if self.cut_at is not None:
             self.say(
-                f"--max-seconds {self.cut_at:g} cut imitation short: {episodes} episodes of"
-                f" {config.teacher_episodes}, {passes} passes of {config.teacher_epochs}"
+                f"--max-seconds {self.cut_at:g} cut imitation short:"
+                f" {counted(episodes, 'episode')} of"
+                f" {config.teacher_episodes}, {counted(passes, 'pass', 'passes')} of"
+                f" {config.teacher_epochs}"
             )
 
     def consider(self) -> float:
@@ -199,7 +202,8 @@ class TrainingRun:
                     run.next += run.config.evaluate_every
                     value = run.consider()
                     run.say(
-                        f"{self.num_timesteps} steps: score {value:.3f}, best {run.best.text()}"
+                        f"{counted(self.num_timesteps, 'step')}: score {value:.3f}, best"
+                        f" {run.best.text()}"
                     )
 
             def _on_step(self) -> bool:
@@ -227,7 +231,7 @@ class TrainingRun:
     def _why_it_ends(self) -> str:
         """What ended PPO before its steps, in brackets; empty when nothing did."""
         if self.is_stale:
-            return f" (no better score in {self.best.stale} evaluations)"
+            return f" (no better score in {counted(self.best.stale, 'evaluation')})"
         if self.is_settled:
             return " (scores rise by less than they scatter)"
         return " (the time is up)" if self.is_late else ""
