@@ -194,6 +194,7 @@ def tune(
 
     # After the model, so that their import falls into the time that its references take.
     from routepilot.training.report import write_report
+    from routepilot.training.search import Budget
     from routepilot.training.session import SessionConfig
     from routepilot.training.tune import tune as run
     from routepilot.training.view import SearchView
@@ -233,7 +234,7 @@ def tune(
     if result.is_default:
         console.out.print(
             f"{result.model}: the default route stays ({result.confirmed.note});"
-            f" {counted(result.search.builds, 'build')}, {result.seconds:.0f} s",
+            f" {counted(result.search.builds, 'build')}, {result.seconds:.1f} s",
             markup=False,
             soft_wrap=True,
         )
@@ -241,10 +242,12 @@ def tune(
         console.out.print(
             f"{result.model}: {console.speedup_text(*result.confirmed.speedup)} over the default"
             f" with {result.route}; {counted(result.search.builds, 'build')},"
-            f" {result.seconds:.0f} s",
+            f" {result.seconds:.1f} s",
             markup=False,
             soft_wrap=True,
         )
+    ending = result.search.ending(Budget(builds, max_seconds))
+    console.out.print(f"the search ended: {ending}", markup=False, soft_wrap=True)
     if result.trtexec:
         console.out.print(
             f"the same by trtexec, in {out}: {result.trtexec}", markup=False, soft_wrap=True

@@ -26,7 +26,7 @@ from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import Route
 from routepilot.env.store import RecordStore
 from routepilot.env.tables import load_table
-from routepilot.training import cli_corpus, machine
+from routepilot.training import cli, cli_corpus, machine
 from routepilot.training.collect import (
     CorpusModel,
     Repeats,
@@ -40,7 +40,7 @@ from routepilot.training.effort import Effort, preset
 from routepilot.training.enough import Stop
 from routepilot.training.inputs import NamedModel
 from routepilot.training.manifest import manifest
-from routepilot.training.search import Budget, run_search
+from routepilot.training.search import Budget, Search, run_search
 from routepilot.training.session import Session, SessionConfig
 from routepilot.training.training_run import has_settled
 from routepilot.training.tune import tune
@@ -288,3 +288,31 @@ def test_a_collection_out_of_time_says_so(tiny_file: Path, tmp_path: Path) -> No
     found = run(cli_corpus.app, [*given, *few, "--max-seconds", "2"])
     assert found.exit_code == 0, found.output
     assert "(1 model; the time is up, the same command goes on)" in found.output
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "told"),
+    [
+        ("builds", "the budget of 1 build is spent"),
+        ("seconds", "the budget of 1.5 s is spent"),
+        ("noise", "expects less of the next build than timing can tell"),
+        ("agent", "the agent fast has no more to ask"),
+    ],
+)
+def test_what_ended_a_search_is_told(ended_by: str, told: str) -> None:
+    assert told in Search("fast", (), 0.0, ended_by).ending(Budget(1, 1.5))
+
+
+def test_tune_says_last_what_ended_it_and_the_seconds_as_given(
+    tiny_file: Path, tmp_path: Path
+) -> None:
+    words = [*("tune", str(tiny_file), "-o", str(tmp_path / "out"), "--agent", "random")]
+    words += ["--max-builds", "100000", "--max-seconds", "1.5", "--quiet"]
+    done = CliRunner().invoke(cli.app, words)
+    assert done.exit_code == 0, done.output
+    *_, ended, _ = done.output.strip().splitlines()
+    assert ended == "the search ended: the budget of 1.5 s is spent"
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["ended_by"] == "seconds"
+    spent = [t["build_seconds"] + t["measure_seconds"] for t in result["trials"]]
+    assert sum(spent) - spent[-1] < 1.5, "the last build began within the budget"
