@@ -56,11 +56,17 @@ JsonOpt = Annotated[bool, typer.Option("--json", help="Print JSON for machines."
 QuietOpt = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but the result.")]
 ShapeOpt = Annotated[
     list[str] | None,
-    typer.Option("--shape", help="Shape of a dynamic input, name=1x3x224x224; repeatable."),
+    typer.Option(
+        "--shape",
+        metavar="NAME=SHAPE",
+        help="Shape of a dynamic input, name=1x3x224x224; repeatable.",
+    ),
 ]
 InputsOpt = Annotated[
     list[Path] | None,
-    typer.Option("--inputs", help=".npz input set, one array an input; repeatable."),
+    typer.Option(
+        "--inputs", metavar="FILE", help=".npz input set, one array an input; repeatable."
+    ),
 ]
 TrustOpt = Annotated[
     bool, typer.Option("--trust", help="Read a .pt2 program even if it may run code of its own.")
@@ -71,7 +77,9 @@ ToleranceOpt = Annotated[
 MetricOpt = Annotated[str, typer.Option(help="rel_l2, or one of trtexec's l0 l1 l2 lInf cos.")]
 LimitOpt = Annotated[
     list[str] | None,
-    typer.Option("--limit", help="Limit of one output, name=0.05; repeatable."),
+    typer.Option(
+        "--limit", metavar="NAME=LIMIT", help="Limit of one output, name=0.05; repeatable."
+    ),
 ]
 BuildsOpt = Annotated[
     int | None,
@@ -85,6 +93,7 @@ AllowOpt = Annotated[
     list[str] | None,
     typer.Option(
         "--allow",
+        metavar="NAME",
         help="Overlook this difference to the records in OUT, e.g. versions.onnx; repeatable.",
     ),
 ]
@@ -100,6 +109,7 @@ OptionOpt = Annotated[
     typer.Option(
         "--option",
         "-O",
+        metavar="NAME=VALUE",
         help="Backend option, e.g. workspace_mib=4096; repeatable (docs/tensorrt.md).",
     ),
 ]

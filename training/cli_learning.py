@@ -45,7 +45,10 @@ def train(
     ] = None,
     table: Annotated[
         list[str] | None,
-        typer.Option(help="Route table: a file or a released name (cpu if absent); repeatable."),
+        typer.Option(
+            metavar="TABLE",
+            help="Route table: a file or a released name (cpu if absent); repeatable.",
+        ),
     ] = None,
     hold_out: Annotated[
         str | None, typer.Option(help="Families left out of training, separated by commas.")
@@ -82,7 +85,11 @@ def train(
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any setting of a recipe, e.g. learning_rate=2e-4; repeatable."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any setting of a recipe, e.g. learning_rate=2e-4; repeatable.",
+        ),
     ] = None,
     tensorboard: Annotated[
         Path | None, typer.Option(help="Folder for TensorBoard's scalars (extra board).")

@@ -63,7 +63,8 @@ def live(
     ] = "8.9,12.0",
     max_seconds: SecondsOpt = None,
     resume: Annotated[
-        list[Path] | None, typer.Option(help="With --table: earlier tables to take in.")
+        list[Path] | None,
+        typer.Option(metavar="TABLE", help="With --table: earlier tables to take in; repeatable."),
     ] = None,
     shape: ShapeOpt = None,
     inputs: InputsOpt = None,

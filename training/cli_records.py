@@ -111,10 +111,12 @@ def records_export(
 
 @records_app.command("merge")
 def records_merge(
-    tables: Annotated[list[str], typer.Argument(help="Tables of one target, in order of age.")],
+    tables: Annotated[list[str], typer.Argument(metavar="TABLE", hidden=True)],
     out: Annotated[Path, typer.Option("--out", "-o", help="Table file to write.")],
 ) -> None:
     """Put the partial tables of one target together; an outcome held twice is kept once.
+
+    TABLE... are files in order of age.
 
     Liveness tables of one compiler go together likewise.
 
