@@ -11,6 +11,7 @@ from pathlib import Path
 
 from routepilot.agents import NEEDS_POLICY
 from routepilot.agents.base import Problem
+from routepilot.env import probes
 from routepilot.env.backends.base import Narrows
 from routepilot.env.errors import InputError
 from routepilot.env.inert import Narrowed
@@ -58,12 +59,17 @@ def make_problem(
         budget: Builds the agent may spend.
         seed: Seed of its randomness.
         expression: trtexec's route expression, or a file of one; routes of it alone are built.
-        say: Hears what was left out.
+        say: Hears what was left out, and that the model is being probed where it is.
 
     Raises:
         RouteError: The expression does not fit the catalog.
         InputError: It has too many routes for the agent.
     """
+    if probes.are_due(session.model.folder):
+        say(
+            f"probing {session.model.name}: what rounding alone does to its outputs, once for a"
+            f" model, {probes.DEADLINE:.0f} s at most"
+        )
     limit = session.config.gate.limit
     if expression is not None:
         parsed = read_expression(expression, session.catalog)

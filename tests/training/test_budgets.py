@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from routepilot.agents import make_agent
 from routepilot.agents.base import Expecting, Problem, search
+from routepilot.env import probes
 from routepilot.env.backends import load_backend
 from routepilot.env.backends.recorded import ModelReplay, Replay
 from routepilot.env.errors import InputError, TableError
@@ -316,3 +318,26 @@ def test_tune_says_last_what_ended_it_and_the_seconds_as_given(
     assert result["ended_by"] == "seconds"
     spent = [t["build_seconds"] + t["measure_seconds"] for t in result["trials"]]
     assert sum(spent) - spent[-1] < 1.5, "the last build began within the budget"
+
+
+def test_tune_says_that_it_probes_before_it_does_and_only_then(
+    tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.folder, folder, ignore=shutil.ignore_patterns("run", probes.FILE))
+    model = Model(tiny.name, tiny.fingerprint, folder, tiny.inputs, tiny.outputs)
+    heard: list[str] = []
+    made = probes._made_in_child
+
+    def making(*asked: Any) -> dict[str, float]:
+        assert any(line.startswith("probing tiny") for line in heard), "said before it begins"
+        heard.append("made")
+        return made(*asked)
+
+    monkeypatch.setattr(probes, "_made_in_child", making)
+    tune(model, out=tmp_path / "out", agent="fast", max_builds=1, say=heard.append)
+    said = [line for line in heard if line.startswith("probing")]
+    assert len(said) == 1 and "120 s at most" in said[0] and heard.count("made") == 1
+    heard.clear()
+    tune(model, out=tmp_path / "out", agent="fast", max_builds=1, say=heard.append)
+    assert not any("probing" in line for line in heard)
