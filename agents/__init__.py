@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from routepilot.env.errors import InputError
+from routepilot.env.wording import counted
 
 if TYPE_CHECKING:
     from routepilot.agents.base import Agent, AgentFactory, Problem
@@ -133,7 +134,10 @@ def _from_policy(name: str, policy: LoadedPolicy | None) -> AgentFactory:
     if name == "bc" and (policy is None or policy.card.steps > 0):
         given = "none was given"
         if policy is not None:
-            given = f"policy {policy.card.name!r} went on for {policy.card.steps} steps of PPO"
+            given = (
+                f"policy {policy.card.name!r} went on for {counted(policy.card.steps, 'step')} of"
+                " PPO"
+            )
         raise InputError(
             f"agent bc needs a policy that only imitates, and {given}; train one with"
             " `routepilot train --steps 0` and give it with --policy"

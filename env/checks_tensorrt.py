@@ -37,6 +37,7 @@ from routepilot.env.liveness_pool import opening
 from routepilot.env.outcomes import Status
 from routepilot.env.questions_tensorrt import QUESTIONS
 from routepilot.env.tensorrt_bench import LIVE, UNKNOWN_KNOB, UNKNOWN_VALUE, Bench
+from routepilot.env.wording import counted
 
 if TYPE_CHECKING:
     from routepilot.env.models import Model
@@ -136,7 +137,10 @@ def _catalog(bench: Bench) -> Finding:
     count = sum(is_build_route_knob(k.name) for k in catalog.knobs)
     rest = len(catalog.knobs) - count
     source = "the shipped list" if bench.rtx else "this machine's all_build_routes"
-    text = f"{count} build-route knobs from {source}, {rest} others; {catalog.version}"
+    text = (
+        f"{counted(count, 'build-route knob')} from {source}, {counted(rest, 'other')};"
+        f" {catalog.version}"
+    )
     return ("pass", text, "") if count else ("fail", text, "use TensorRT >= 11.1 on Linux")
 
 
@@ -305,7 +309,10 @@ def _kill_and_resume(bench: Bench) -> Finding:
     found = live(bench.model, compute_capability=capability, jobs=1, knobs=[knob], cache=kept)
     again = recalled(bench.model, compute_capability=capability, cache=kept)
     good = again is not None and again.changes == found.changes
-    text = f"the compiling child: {ended.reason}; {len(found.changes)} changes swept and recalled"
+    text = (
+        f"the compiling child: {ended.reason}; {counted(len(found.changes), 'change')} swept and"
+        " recalled"
+    )
     return "pass" if good else "fail", text, "" if good else _REPORT
 
 

@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from routepilot.env.wording import counted
+
 #: Knobs named of those that act on most models.
 NAMED = 8
 
@@ -32,7 +34,8 @@ def _size(facts: Mapping[str, Any]) -> str:
     total = facts["outcomes"]
     compiled = sum(total.values())
     return (
-        f"{len(names)} models, targets {' and '.join(targets)}: {compiled:,} changes compiled by"
+        f"{counted(len(names), 'model')}, targets {' and '.join(targets)}:"
+        f" {counted(compiled, 'change')} compiled by"
         f" {facts['compiler']} in {facts['seconds'] / 3600:.1f} hours of one child;"
         f" {total.get('changed', 0):,} changed the engine, {total.get('identical', 0):,} left it"
         f" byte-identical, {total.get('failed', 0):,} gave none."
@@ -71,7 +74,7 @@ def _pair(pair: Mapping[str, Any]) -> str:
     rest = f"; most apart: {', '.join(apart)}." if apart else "."
     return (
         f"Targets {' and '.join(sorted(pair['targets'], key=float))} agree on {pair['same']:,} of"
-        f" {compared:,} outcomes{rest}"
+        f" {counted(compared, 'outcome')}{rest}"
     )
 
 
@@ -83,7 +86,7 @@ def _foretold(facts: Mapping[str, Any]) -> Sequence[str]:
         f"Of the changes that act on a model of a family left out ({told['live']:.0f} on average),"
         f" the first {told['first']} by chance hold {100 * told['by_chance']:.0f} %, the first"
         f" {told['first']} of trtexec's order {100 * told['by_catalog']:.0f} %"
-        f" ({told['models']} models)."
+        f" ({counted(told['models'], 'model')})."
     ]
 
 

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,8 +56,8 @@ PROBES: tuple[tuple[str, str, Rounding], ...] = (
 
 NAMES: tuple[str, ...] = tuple(name for name, _, _ in PROBES)
 
-#: File in a model's folder.
-FILE = "probes.json"
+#: File in a model's folder, and where in it stands how often unknown probes were tried.
+FILE, TRIES = "probes.json", "tries"
 
 #: Input sets that a probe runs.
 SETS = 2
@@ -72,6 +72,10 @@ UNKNOWN = -2.0
 #: Largest model file that is probed, bytes: three copies of it are in memory.
 MOST_BYTES = 1 << 30
 
+#: Runs in which a probe that could not be made is tried: what stood in the way once (memory, a busy
+#: machine) may be gone, and what stands in the way of a model always should not cost every run.
+MOST_TRIES = 2
+
 #: Seconds after which no further probe of a model is begun, and after which the child is ended.
 PATIENCE, DEADLINE = 30.0, 120.0
 
@@ -79,7 +83,8 @@ PATIENCE, DEADLINE = 30.0, 120.0
 def probes_of(folder: Path) -> Mapping[str, float]:
     """The probes of a prepared model, made at the first call and kept in its folder.
 
-    What could not be made is kept as `UNKNOWN` and not tried again; without the file it is.
+    What could not be made is kept as `UNKNOWN` and tried again at the next call, `MOST_TRIES` times
+    in all; without the file from the beginning.
 
     Args:
         folder: The model's folder.
@@ -88,37 +93,58 @@ def probes_of(folder: Path) -> Mapping[str, float]:
         Log10 of the relative L2 error of the worst output, by probe, from `SMALLEST` to `LARGEST`;
         `UNKNOWN` where it was not made.
     """
-    found = _read(folder / FILE)
-    if found is None:
-        found = dict.fromkeys(NAMES, UNKNOWN) | _made_in_child(folder)
+    found, tries = _read(folder / FILE)
+    missing = _missing(found, tries)
+    if missing:
+        found = found | _made_in_child(folder, missing)
+        kept: dict[str, float] = dict(found)
+        if _missing(found, 0):
+            kept[TRIES] = tries + 1
         try:
             with whole_file(folder / FILE) as draft:
-                draft.write_text(json.dumps(found), encoding="utf-8")
+                draft.write_text(json.dumps(kept), encoding="utf-8")
         except OSError:
             pass  # a folder that cannot be written costs the probes once more, next time
     return found
 
 
-def _read(path: Path) -> dict[str, float] | None:
-    """The probes of a file; None when it is absent, damaged or of other probes."""
+def are_due(folder: Path) -> bool:
+    """Whether `probes_of` would run the model, which may take up to `DEADLINE` seconds."""
+    return bool(_missing(*_read(folder / FILE)))
+
+
+def _missing(found: Mapping[str, float], tries: int) -> tuple[str, ...]:
+    """The probes that are to be made yet."""
+    return tuple(n for n in NAMES if found[n] == UNKNOWN) if tries < MOST_TRIES else ()
+
+
+def _read(path: Path) -> tuple[dict[str, float], int]:
+    """The probes of a file and how often the unknown ones were tried.
+
+    Nothing is known and was tried where the file is absent, damaged or of other probes.
+    """
+    nothing = dict.fromkeys(NAMES, UNKNOWN), 0
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    if not isinstance(found, dict) or set(found) != set(NAMES):
-        return None
-    return found if all(_is_sound(value) for value in found.values()) else None
+        return nothing
+    if not isinstance(found, dict):
+        return nothing
+    tries = found.pop(TRIES, 1)
+    if set(found) != set(NAMES) or not all(_is_sound(value) for value in found.values()):
+        return nothing
+    return (found, tries) if isinstance(tries, int) and tries >= 0 else nothing
 
 
 def _is_sound(value: object) -> bool:
     return isinstance(value, int | float) and SMALLEST <= value <= LARGEST
 
 
-def _made_in_child(folder: Path) -> dict[str, float]:
+def _made_in_child(folder: Path, names: Collection[str]) -> dict[str, float]:
     """A process of its own runs the model: an operator that ends it costs the probes alone."""
     try:
         done = subprocess.run(
-            [*module_command("routepilot.env.probes"), str(folder), str(os.getpid())],
+            [*module_command("routepilot.env.probes"), str(folder), str(os.getpid()), *names],
             capture_output=True,
             timeout=DEADLINE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -133,17 +159,20 @@ def _made_in_child(folder: Path) -> dict[str, float]:
             value = float(text)
         except ValueError:  # an operator's own words
             continue
-        if name in NAMES and _is_sound(value):
+        if name in names and _is_sound(value):
             found[name] = value
     return found
 
 
-def measure(folder: Path, hear: Callable[[str, float], None]) -> None:
+def measure(
+    folder: Path, hear: Callable[[str, float], None], names: Collection[str] = NAMES
+) -> None:
     """Make the probes of a prepared model in this process.
 
     Args:
         folder: The model's folder.
         hear: Hears each probe that could be made, as log10 of its error.
+        names: Which to make.
     """
     import onnx
     import onnxruntime
@@ -159,6 +188,8 @@ def measure(folder: Path, hear: Callable[[str, float], None]) -> None:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     for name, _, rounded in PROBES:
+        if name not in names:
+            continue
         if time.monotonic() - start > PATIENCE:
             return
         try:
@@ -189,4 +220,4 @@ def _worst(
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
-    measure(Path(sys.argv[1]), lambda name, value: print(name, value, flush=True))
+    measure(Path(sys.argv[1]), lambda name, value: print(name, value, flush=True), sys.argv[3:])

@@ -14,6 +14,7 @@ from typing import Any
 
 from routepilot.env.backends.tensorrt_catalog import read_build_routes, shipped_routes_json
 from routepilot.env.tensorrt_bench import UNKNOWN_KNOB, UNKNOWN_VALUE, Bench
+from routepilot.env.wording import counted
 
 #: Status, detail, hint.
 Answer = tuple[str, str, str]
@@ -100,7 +101,9 @@ def _against_shipped(bench: Bench) -> str:
         if names
     ]
     told = "; ".join(parts) or "the same knobs"
-    return f"tuner {mine} lists {len(new)} knobs, the shipped {theirs} {len(old)}: {told}"
+    return (
+        f"tuner {mine} lists {counted(len(new), 'knob')}, the shipped {theirs} {len(old)}: {told}"
+    )
 
 
 def _facts(knob: Any) -> tuple[object, ...]:

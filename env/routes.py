@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 
 from routepilot.env.errors import RouteError
+from routepilot.env.wording import counted
 
 #: Words that stand for "any integer" in the value lists TensorRT prints.
 UNBOUNDED_FORMS = ("int", "int32_t")
@@ -209,7 +210,10 @@ class Catalog:
 
         near = difflib.get_close_matches(name, self._order, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else "`routepilot knobs` lists them all"
-        return f"knob {name!r} is not in the {self.name} catalog ({len(self.knobs)} knobs); {hint}"
+        return (
+            f"knob {name!r} is not in the {self.name} catalog"
+            f" ({counted(len(self.knobs), 'knob')}); {hint}"
+        )
 
     def route(self, settings: Mapping[str, str]) -> Route:
         """The canonical route with these settings: validated, ordered, defaults left out.

@@ -15,7 +15,7 @@ knob or a catalog to be in the table: knobs of another compiler join those of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -293,12 +293,24 @@ def blank(catalog: Catalog, gate: Gate, kernel: Kernel, scales: Scales) -> Surro
     return Surrogate(Replay(nothing, gate), kernel, scales)
 
 
-def leave_family_out(replay: Replay, kernel: Kernel | None = None) -> dict[str, Surrogate]:
-    """Surrogates that never saw one family each, by that family."""
-    return {
-        family: Surrogate(replay.without_families((family,)), kernel)
-        for family in replay.table.families
-    }
+def leave_family_out(
+    replay: Replay,
+    kernel: Kernel | None = None,
+    on_fit: Callable[[int, int], None] | None = None,
+) -> dict[str, Surrogate]:
+    """Surrogates that never saw one family each, by that family.
+
+    Args:
+        replay: The models.
+        kernel: Kernel of each.
+        on_fit: Hears before each fit how many are done, and of how many; may raise to end it.
+    """
+    found: dict[str, Surrogate] = {}
+    for family in replay.table.families:
+        if on_fit is not None:
+            on_fit(len(found), len(replay.table.families))
+        found[family] = Surrogate(replay.without_families((family,)), kernel)
+    return found
 
 
 def greedy_share(

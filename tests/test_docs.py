@@ -108,6 +108,20 @@ def test_every_help_text_has_an_example_of_its_own(name: str) -> None:
         check_command(line)
 
 
+def test_help_names_what_an_option_takes() -> None:
+    from typer.testing import CliRunner
+
+    from routepilot.training import cli
+
+    for name in VERBS:
+        shown = CliRunner().invoke(cli.app, [*name.split(), "--help"])
+        assert shown.exit_code == 0 and "Example:" in shown.output, name
+        assert "list[" not in shown.output, f"routepilot {name} --help shows a Python type"
+    told = CliRunner().invoke(cli.app, ["tune", "--help"]).output
+    for takes in ("--option NAME=VALUE", "--shape NAME=SHAPE", "--inputs FILE", "--allow NAME"):
+        assert takes in " ".join(told.split()), takes
+
+
 @pytest.mark.parametrize("line", [line for name, line in EXAMPLES if name in CHEAP])
 def test_cheap_examples_run(
     line: str, tiny_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from routepilot.agents import NEEDS_POLICY
 from routepilot.agents.base import Problem
+from routepilot.env import probes
 from routepilot.env.backends.base import Narrows
 from routepilot.env.errors import InputError
 from routepilot.env.inert import Narrowed
@@ -25,6 +26,7 @@ from routepilot.env.routes import (
     read_expression_file,
     sweep_expression,
 )
+from routepilot.env.wording import counted
 from routepilot.training.defaults import released_liveness
 from routepilot.training.session import Say, Session, silent
 
@@ -57,12 +59,17 @@ def make_problem(
         budget: Builds the agent may spend.
         seed: Seed of its randomness.
         expression: trtexec's route expression, or a file of one; routes of it alone are built.
-        say: Hears what was left out.
+        say: Hears what was left out, and that the model is being probed where it is.
 
     Raises:
         RouteError: The expression does not fit the catalog.
         InputError: It has too many routes for the agent.
     """
+    if probes.are_due(session.model.folder):
+        say(
+            f"probing {session.model.name}: what rounding alone does to its outputs, once for a"
+            f" model, {probes.DEADLINE:.0f} s at most"
+        )
     limit = session.config.gate.limit
     if expression is not None:
         parsed = read_expression(expression, session.catalog)
@@ -83,7 +90,7 @@ def make_problem(
     acts = _expected(narrowed, session, say) if agent in FOLLOWS_LIVENESS else {}
     if narrowed.dropped or narrowed.masked:
         say(
-            f"left out as inert: {len(narrowed.dropped)} knobs by the model's operators,"
+            f"left out as inert: {counted(len(narrowed.dropped), 'knob')} by the model's operators,"
             f" {len(narrowed.masked)} values by the compiler"
         )
     if agent == "recentred" and acts:
@@ -108,13 +115,13 @@ def _expected(narrowed: Narrowed, session: Session, say: Say) -> dict[str, float
     operators = operator_types(session.model.path)
     acts = expected_liveness(narrowed.catalog, operators, prior, narrowed.swept, own=narrowed.own)
     if narrowed.live:
-        say(f"{len(narrowed.live)} knobs that `routepilot live` found live come first")
+        say(f"first come {counted(len(narrowed.live), 'knob')} that `routepilot live` found live")
     if prior is not None:
         never = prior.last(own=narrowed.own)
         count = sum(name in narrowed.catalog for name in never)
         say(
-            f"{count} knobs that changed no engine of {len(prior.models)} corpus models are"
-            " expected to do nothing and come last"
+            f"last come {counted(count, 'knob')} that changed no engine of"
+            f" {counted(len(prior.models), 'corpus model')}"
         )
     return acts
 
@@ -166,7 +173,8 @@ def lay_out(expression: Expression, catalog: Catalog, who: str) -> tuple[Route, 
     count = expression.count_full()
     if count > MOST_ROUTES:
         raise InputError(
-            f"the route expression has {count} routes, and {who} takes {MOST_ROUTES} at most;"
+            f"the route expression has {counted(count, 'route')}, and {who} takes {MOST_ROUTES}"
+            " at most;"
             f" narrow it, or tune with one of the agents {', '.join(sorted(SWEEPS))}"
         )
     routes = combine(catalog, [*expression.fast(catalog), *expression.full()])

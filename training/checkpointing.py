@@ -27,7 +27,7 @@ from routepilot.training.session import Say, silent
 FOLDER = "resume"
 
 #: Version of the format; another one is not read.
-VERSION = "1"
+VERSION = "2"
 
 
 @dataclass(frozen=True)
@@ -70,23 +70,39 @@ class Keeper:
         described = {"phase": checkpoint.phase, "notes": checkpoint.notes}
         _write(self._state, checkpoint.tensors, self._key, described)
 
-    def load(self) -> Checkpoint | None:
-        """The run's checkpoint, if there is one."""
+    def load(self, max_seconds: float | None) -> Checkpoint | None:
+        """The run's checkpoint, if there is one.
+
+        Args:
+            max_seconds: The run's limit. Imitation that another limit cut short is not taken up:
+                with more time it would have learned more.
+        """
         found = self._read(self._state)
         if found is None:
             return None
         described, tensors = found
+        cut_at = described["notes"].get("cut_at")
+        if cut_at not in (None, max_seconds):
+            self._say(f"{self._state.name} in {FOLDER} was cut short at {cut_at:g} s: begun anew")
+            return None
         return Checkpoint(described["phase"], described["notes"], tensors)
 
-    def save_lessons(self, lessons: Mapping[str, NDArray[Any]]) -> None:
-        """Write what the teacher showed, which takes long to play."""
-        tensors = {name: torch.from_numpy(array) for name, array in lessons.items()}
-        _write(self._lessons, tensors, self._key, {})
+    def save_lessons(self, lessons: Mapping[str, NDArray[Any]], cut_at: float | None) -> None:
+        """Write what the teacher showed, which takes long to play.
 
-    def load_lessons(self) -> dict[str, NDArray[Any]] | None:
-        """What the teacher showed this run, if it is there."""
+        Args:
+            lessons: What it showed.
+            cut_at: The limit in seconds that left it no time for more; None where it had all.
+        """
+        tensors = {name: torch.from_numpy(array) for name, array in lessons.items()}
+        _write(self._lessons, tensors, self._key, {"cut_at": cut_at})
+
+    def load_lessons(self, max_seconds: float | None) -> dict[str, NDArray[Any]] | None:
+        """What the teacher showed this run, if it is there and no other limit cut it short."""
         found = self._read(self._lessons)
-        return None if found is None else {n: t.numpy() for n, t in found[1].items()}
+        if found is None or found[0]["cut_at"] not in (None, max_seconds):
+            return None
+        return {n: t.numpy() for n, t in found[1].items()}
 
     def drop_lessons(self) -> None:
         """Remove what imitation alone needs."""

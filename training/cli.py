@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from routepilot.env.errors import InputError, RoutePilotError
+from routepilot.env.wording import counted
 from routepilot.training.cli_numbers import DeadlineOpt as DeadlineOpt
 from routepilot.training.cli_numbers import SecondsOpt as SecondsOpt
 from routepilot.training.cli_numbers import SeedOpt as SeedOpt
@@ -55,11 +56,17 @@ JsonOpt = Annotated[bool, typer.Option("--json", help="Print JSON for machines."
 QuietOpt = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but the result.")]
 ShapeOpt = Annotated[
     list[str] | None,
-    typer.Option("--shape", help="Shape of a dynamic input, name=1x3x224x224; repeatable."),
+    typer.Option(
+        "--shape",
+        metavar="NAME=SHAPE",
+        help="Shape of a dynamic input, name=1x3x224x224; repeatable.",
+    ),
 ]
 InputsOpt = Annotated[
     list[Path] | None,
-    typer.Option("--inputs", help=".npz input set, one array an input; repeatable."),
+    typer.Option(
+        "--inputs", metavar="FILE", help=".npz input set, one array an input; repeatable."
+    ),
 ]
 TrustOpt = Annotated[
     bool, typer.Option("--trust", help="Read a .pt2 program even if it may run code of its own.")
@@ -70,7 +77,9 @@ ToleranceOpt = Annotated[
 MetricOpt = Annotated[str, typer.Option(help="rel_l2, or one of trtexec's l0 l1 l2 lInf cos.")]
 LimitOpt = Annotated[
     list[str] | None,
-    typer.Option("--limit", help="Limit of one output, name=0.05; repeatable."),
+    typer.Option(
+        "--limit", metavar="NAME=LIMIT", help="Limit of one output, name=0.05; repeatable."
+    ),
 ]
 BuildsOpt = Annotated[
     int | None,
@@ -84,6 +93,7 @@ AllowOpt = Annotated[
     list[str] | None,
     typer.Option(
         "--allow",
+        metavar="NAME",
         help="Overlook this difference to the records in OUT, e.g. versions.onnx; repeatable.",
     ),
 ]
@@ -99,6 +109,7 @@ OptionOpt = Annotated[
     typer.Option(
         "--option",
         "-O",
+        metavar="NAME=VALUE",
         help="Backend option, e.g. workspace_mib=4096; repeatable (docs/tensorrt.md).",
     ),
 ]
@@ -193,6 +204,7 @@ def tune(
 
     # After the model, so that their import falls into the time that its references take.
     from routepilot.training.report import write_report
+    from routepilot.training.search import Budget
     from routepilot.training.session import SessionConfig
     from routepilot.training.tune import tune as run
     from routepilot.training.view import SearchView
@@ -232,17 +244,20 @@ def tune(
     if result.is_default:
         console.out.print(
             f"{result.model}: the default route stays ({result.confirmed.note});"
-            f" {result.search.builds} builds, {result.seconds:.0f} s",
+            f" {counted(result.search.builds, 'build')}, {result.seconds:.1f} s",
             markup=False,
             soft_wrap=True,
         )
     else:
         console.out.print(
             f"{result.model}: {console.speedup_text(*result.confirmed.speedup)} over the default"
-            f" with {result.route}; {result.search.builds} builds, {result.seconds:.0f} s",
+            f" with {result.route}; {counted(result.search.builds, 'build')},"
+            f" {result.seconds:.1f} s",
             markup=False,
             soft_wrap=True,
         )
+    ending = result.search.ending(Budget(builds, max_seconds))
+    console.out.print(f"the search ended: {ending}", markup=False, soft_wrap=True)
     if result.trtexec:
         console.out.print(
             f"the same by trtexec, in {out}: {result.trtexec}", markup=False, soft_wrap=True
@@ -356,7 +371,7 @@ def compare(
     if json:
         console.print_json({"agents": {name: row.as_json() for name, row in rows.items()}})
         return
-    console.print_comparison(f"{named.model.name}: {builds} builds each", rows)
+    console.print_comparison(f"{named.model.name}: {counted(builds, 'build')} each", rows)
 
 
 @app.command()

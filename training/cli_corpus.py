@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from routepilot.env.errors import InputError
+from routepilot.env.wording import counted
 from routepilot.training.cli import (
     AllowOpt,
     BackendOpt,
@@ -76,7 +77,7 @@ def zoo_list(
         return
     models = sum(not row["variant_of"] for row in rows)
     console.print_table(
-        f"{models} models and {len(rows) - models} other shapes of them",
+        f"{counted(models, 'model')} and {len(rows) - models} other shapes of them",
         ("model", "family", "split", "weights", "parameters", "licence"),
         [
             (
@@ -310,7 +311,7 @@ def collect(
     if json:
         console.print_json({"table": str(out), "models": len(table.models), "routes": len(plan)})
     else:
-        told = "1 model" if len(table.models) == 1 else f"{len(table.models)} models"
+        told = counted(len(table.models), "model")
         late = "; the time is up, the same command goes on" if time.monotonic() >= end else ""
         console.out.print(f"written: {out} ({told}{late})", markup=False, soft_wrap=True)
 

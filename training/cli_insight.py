@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from routepilot.env.wording import counted
 from routepilot.training.cli import JsonOpt, QuietOpt, SeedOpt, app
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def _print(found: Explanation) -> None:
             effect = console.ratio_text(knob.effect, knob.low, knob.high)
         rows.append((f"{knob.knob}={knob.value}", knob.verdict, effect, knob.reason))
     console.print_table(
-        f"{found.model}: {str(found.route) or 'the default route'}; {found.builds} builds",
+        f"{found.model}: {str(found.route) or 'the default route'};"
+        f" {counted(found.builds, 'build')}",
         ("knob", "verdict", "speed-up it brings", "without it"),
         rows,
     )
@@ -150,7 +152,8 @@ def importance(
         console.print_json(found.as_json())
         return
     console.print_table(
-        f"{model or f'{len(found.models)} models'}: the knobs explain {100 * found.r2:.0f} % of"
+        f"{model or counted(len(found.models), 'model')}: the knobs explain {100 * found.r2:.0f}"
+        " % of"
         " the variance of log speed-ups on routes not fitted",
         ("knob", "goes unexplained without it", "95 %"),
         shown(found.knobs),

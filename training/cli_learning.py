@@ -5,6 +5,7 @@ Imported by `cli.main`, which owns the application object.
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -44,7 +45,10 @@ def train(
     ] = None,
     table: Annotated[
         list[str] | None,
-        typer.Option(help="Route table: a file or a released name (cpu if absent); repeatable."),
+        typer.Option(
+            metavar="TABLE",
+            help="Route table: a file or a released name (cpu if absent); repeatable.",
+        ),
     ] = None,
     hold_out: Annotated[
         str | None, typer.Option(help="Families left out of training, separated by commas.")
@@ -81,7 +85,11 @@ def train(
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any setting of a recipe, e.g. learning_rate=2e-4; repeatable."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any setting of a recipe, e.g. learning_rate=2e-4; repeatable.",
+        ),
     ] = None,
     tensorboard: Annotated[
         Path | None, typer.Option(help="Folder for TensorBoard's scalars (extra board).")
@@ -96,6 +104,9 @@ def train(
 
     Example: routepilot train --config cpu --seed 1 -o policy
     """
+    # Before numpy is there: a second thread makes the many small products of training no faster,
+    # and where cores are shared far slower.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from routepilot.env.tables import load_table
     from routepilot.training import console
     from routepilot.training.defaults import find_table

@@ -60,7 +60,11 @@ SecondsOpt = Annotated[
 ]
 TrainSecondsOpt = Annotated[
     float | None,
-    typer.Option(help="Stop training after this many seconds.", callback=_spend),
+    typer.Option(
+        help="Stop training after this many seconds, tables read; imitation is cut short where"
+        " they do not reach.",
+        callback=_spend,
+    ),
 ]
 DeadlineOpt = Annotated[
     float, typer.Option(help="Seconds one build with its timing may take.", callback=deadline)

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from routepilot.env.errors import InputError
+from routepilot.env.wording import counted
 from routepilot.training.cli import (
     BackendOpt,
     InputsOpt,
@@ -62,7 +63,8 @@ def live(
     ] = "8.9,12.0",
     max_seconds: SecondsOpt = None,
     resume: Annotated[
-        list[Path] | None, typer.Option(help="With --table: earlier tables to take in.")
+        list[Path] | None,
+        typer.Option(metavar="TABLE", help="With --table: earlier tables to take in; repeatable."),
     ] = None,
     shape: ShapeOpt = None,
     inputs: InputsOpt = None,
@@ -159,8 +161,8 @@ def _live_table(
             {"table": str(table), "left": swept.left, "given_up": dict(swept.given_up)}
         )
         return
-    rest = f", {swept.left} changes left: run it again" if swept.left else ""
-    console.out.print(f"written: {table} ({len(corpus)} models{rest})", markup=False)
+    rest = f", {counted(swept.left, 'change')} left: run it again" if swept.left else ""
+    console.out.print(f"written: {table} ({counted(len(corpus), 'model')}{rest})", markup=False)
     console.out.print(NOT_PROVED, markup=False)
 
 

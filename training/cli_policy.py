@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from routepilot.env.wording import counted
 from routepilot.training.cli import JsonOpt, app
 
 policy_app = typer.Typer(
@@ -74,10 +75,10 @@ def policy_show(
         "table": f"{found['table']}, sha256 {found['table_sha256']}",
         "measured on": f"{where['device']}, backend {where['backend']}",
         "measured with": _versions(found["measured_with"]),
-        "trained on": f"{len(found['models'])} models: {', '.join(found['models'])}",
+        "trained on": f"{counted(len(found['models']), 'model')}: {', '.join(found['models'])}",
         "never saw": ", ".join(found["held_out"]) or "no family was held out",
         "gate": f"{gate['metric']} below {gate['limit']:g}",
-        "training": f"{found['steps']:,} steps, seed {found['seed']}",
+        "training": f"{counted(found['steps'], 'step')}, seed {found['seed']}",
         "share of the gain after builds": shares,
         "these figures are on": scores.get("on", ""),
         "trained with": _versions(found["versions"]),

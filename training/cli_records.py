@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from routepilot.env.errors import InputError
+from routepilot.env.wording import counted
 from routepilot.training.cli import JsonOpt, ShapeOpt, app
 from routepilot.training.files import Format
 
@@ -136,10 +137,12 @@ def records_export(
 
 @records_app.command("merge")
 def records_merge(
-    tables: Annotated[list[str], typer.Argument(help="Tables of one target, in order of age.")],
+    tables: Annotated[list[str], typer.Argument(metavar="TABLE", hidden=True)],
     out: Annotated[Path, typer.Option("--out", "-o", help="Table file to write.")],
 ) -> None:
     """Put the partial tables of one target together; an outcome held twice is kept once.
+
+    TABLE... are files in order of age.
 
     Liveness tables of one compiler go together likewise.
 
@@ -159,11 +162,11 @@ def records_merge(
     if paths and all(map(is_liveness_table, paths)):
         whole = merge_liveness([load_liveness(path) for path in paths])
         save_liveness(whole, out)
-        console.out.print(f"written: {out} ({len(whole.models)} models)", markup=False)
+        console.out.print(f"written: {out} ({counted(len(whole.models), 'model')})", markup=False)
         return
     merged = merge_tables([load_table(path) for path in paths])
     save_table(merged, out)
-    console.out.print(f"written: {out} ({len(merged.models)} models)", markup=False)
+    console.out.print(f"written: {out} ({counted(len(merged.models), 'model')})", markup=False)
 
 
 @records_app.command("import")
@@ -214,4 +217,4 @@ def records_import(
     if json:
         console.print_json({"models": len(table.models)})
         return
-    console.out.print(f"{len(table.models)} models imported into {store}", markup=False)
+    console.out.print(f"{counted(len(table.models), 'model')} imported into {store}", markup=False)

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from routepilot.env.liveness_words import in_words
 from routepilot.env.outcomes import Outcome, Status
+from routepilot.env.wording import counted
 
 if TYPE_CHECKING:
     from routepilot.env.routes import Catalog
@@ -197,7 +198,7 @@ def print_description(facts: Mapping[str, Any]) -> None:
     from routepilot.training.table_sheet import in_words
 
     print_table(
-        f"{len(facts['models'])} models at an error of {100 * facts['limit']:g} %",
+        f"{counted(len(facts['models']), 'model')} at an error of {100 * facts['limit']:g} %",
         ("model", "family", "weights", "default ms", "routes", "feasible", "fast", "best", "route"),
         [
             (
@@ -247,7 +248,7 @@ def print_knobs(
     known = any("corpus_live" in row for row in rows)
     columns = ("knob", "values", "default", "what it does", *(["acts on"] if known else []))
     print_table(
-        f"{catalog.name} {catalog.version}: {len(rows)} knobs",
+        f"{catalog.name} {catalog.version}: {counted(len(rows), 'knob')}",
         columns,
         [
             (row["name"], "|".join(row["values"]), row["default"], row["help"], _acts_on(row))[
@@ -269,12 +270,16 @@ def print_live(name: str, data: Mapping[str, Any]) -> None:
     """What single changes do to one model: those that act, and those that fail with the reason."""
     corpus = data.get("corpus_live", {})
     live = [
-        (change, f"on {corpus[change]} of {data['corpus_models']} models" if corpus else "")
+        (
+            change,
+            f"on {corpus[change]} of {counted(data['corpus_models'], 'model')}" if corpus else "",
+        )
         for change in data["live"]
     ]
     print_table(
-        f"{name}: {len(live)} of {len(data['changes'])} changes are live,"
-        f" {data['distinct_engines']} distinct engines; {data['compiler']}, {data['target']},"
+        f"{name}: {len(live)} of {counted(len(data['changes']), 'change')} are live,"
+        f" {counted(data['distinct_engines'], 'distinct engine')}; {data['compiler']},"
+        f" {data['target']},"
         f" {data['seconds']:.0f} s",
         ("change that acts", *(["its knob acts on"] if corpus else [])),
         [row[: 1 + bool(corpus)] for row in live],
@@ -292,7 +297,8 @@ def print_liveness(facts: Mapping[str, Any]) -> None:
     """What a liveness table holds: live knobs by model, failures, agreements."""
     total = facts["outcomes"]
     print_table(
-        f"{facts['compiler']}: {facts['changes']} changes of {facts['knobs']} knobs;"
+        f"{facts['compiler']}: {counted(facts['changes'], 'change')} of"
+        f" {counted(facts['knobs'], 'knob')};"
         f" {sum(total.values())} compiled: {total.get('changed', 0)} changed,"
         f" {total.get('identical', 0)} identical, {total.get('failed', 0)} failed",
         ("model", "target", "tried", "changed", "identical", "failed", "refused", "live knobs")

@@ -7,7 +7,7 @@ how an environment is taken up again in the middle of an episode. Knows no netwo
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +52,7 @@ def open_school(
     validation: Sequence[str],
     gate: Gate,
     kernel: Kernel,
+    on_fit: Callable[[int, int], None] | None = None,
 ) -> School:
     """Fit what a table's episodes need.
 
@@ -61,6 +62,7 @@ def open_school(
         validation: Families that score the policy and train nothing.
         gate: Accuracy gate.
         kernel: Kernel of the surrogates.
+        on_fit: Hears before each fit how many are done, and of how many.
 
     Raises:
         InputError: Fewer than `LEAST_FAMILIES` families are left to train on.
@@ -69,12 +71,12 @@ def open_school(
     kept = known.without_families(validation)
     if len(kept.families) < LEAST_FAMILIES:
         raise InputError(
-            f"{len(kept.families)} families of the {table.catalog.name} table are left to train on"
-            f" and {LEAST_FAMILIES} are needed; hold out fewer"
+            f"{LEAST_FAMILIES} families are needed to train on and the {table.catalog.name} table"
+            f" has {len(kept.families)} left; hold out fewer"
         )
     trained = Replay(kept, gate)
     # Beliefs about speed and loss do not depend on the limit: one fit serves every course.
-    surrogates = leave_family_out(trained, kernel)
+    surrogates = leave_family_out(trained, kernel, on_fit)
     waiting = tuple(family for family in known.families if family in validation)
     if not waiting:
         return School(known, trained, trained, surrogates)

@@ -15,6 +15,7 @@ from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import InputError, PolicyError, TableError
 from routepilot.env.liveness_table import LivenessTable, load_liveness
 from routepilot.env.tables import load_table
+from routepilot.env.wording import counted
 
 if TYPE_CHECKING:
     from routepilot.agents.policy import LoadedPolicy
@@ -261,4 +262,4 @@ def _records(policy: LoadedPolicy, session: Situation) -> str:
         return f"it has no records of this catalog (of {known} alone) and goes by this run's builds"
     device = replay.table.target.device
     same = "this device" if device == session.target.device else f"another device ({device})"
-    return f"it knows records of {len(replay.models)} models on {same}"
+    return f"it knows records of {counted(len(replay.models), 'model')} on {same}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from routepilot.env import zoo
 from routepilot.env.errors import MissingExtraError
 from routepilot.env.tables import load_table
+from routepilot.env.wording import counted
 from routepilot.training import console
 from routepilot.training.compare import AgentResult, compare
 from routepilot.training.defaults import find_table
@@ -62,7 +63,8 @@ def run_demo(
     folder = ensure_folder(out)
     table = load_table(find_table("cpu"))
     say(
-        f"training on {len(table.without_families([entry.family]).models)} models; the family"
+        f"training on {counted(len(table.without_families([entry.family]).models), 'model')}; the"
+        " family"
         f" {entry.family!r} of {MODEL} is held out"
     )
     trained = train(
@@ -102,7 +104,9 @@ def run_demo(
     if as_json:
         console.print_json({"agents": {name: row.as_json() for name, row in rows.items()}})
         return
-    console.print_comparison(f"{MODEL}: {max_builds} builds each, real model never seen", rows)
+    console.print_comparison(
+        f"{MODEL}: {counted(max_builds, 'build')} each, real model never seen", rows
+    )
     console.out.print(verdict(rows, time.monotonic() - start), markup=False)
     console.out.print(f"written to {folder}: report.html, result.json, deploy/", markup=False)
 
@@ -112,18 +116,19 @@ def verdict(rows: Mapping[str, AgentResult], seconds: float) -> str:
     ppo = rows["ppo"]
     value, low, high = ppo.confirmed.speedup
     if ppo.confirmed.route.is_default:
-        first = f"After {ppo.search.builds} builds the policy stayed with the default route."
+        first = (
+            f"After {counted(ppo.search.builds, 'build')} the policy stayed with the default route."
+        )
     else:
         first = (
-            f"The policy built {ppo.search.builds} routes of a model it never saw and its answer"
+            f"The policy built {counted(ppo.search.builds, 'route')} of a model it never saw and"
+            " its answer"
             f" is {console.speedup_text(value, low, high)} the default's speed, confirmed with"
             " fresh builds and other inputs."
         )
     rivals = [
-        f"{name} {row.confirmed.speedup[0]:.2f}x in {row.search.builds}"
+        f"{name} {row.confirmed.speedup[0]:.2f}x in {counted(row.search.builds, 'build')}"
         for name, row in rows.items()
         if name not in ("ppo", "default")
     ]
-    return (
-        f"{first} With the same budget: {', '.join(rivals)} builds; all of it took {seconds:.0f} s."
-    )
+    return f"{first} With the same budget: {', '.join(rivals)}; all of it took {seconds:.0f} s."

@@ -21,6 +21,7 @@ from routepilot.env.models import Model, prepare
 from routepilot.env.outcomes import Status
 from routepilot.env.routes import DEFAULT_ROUTE
 from routepilot.env.store import RecordStore
+from routepilot.env.wording import counted
 from routepilot.training.session import Session, SessionConfig
 
 
@@ -179,7 +180,7 @@ def _backend_checks(
         target = session.target
         versions = ", ".join(f"{k} {v}" for k, v in target.versions.items())
         yield Check(name, "pass", f"{target.device}; {versions}")
-        yield Check("catalog", "pass", f"{len(session.catalog.knobs)} knobs")
+        yield Check("catalog", "pass", f"{counted(len(session.catalog.knobs), 'knob')}")
         runs = (
             lambda: _default(session),
             lambda: _another(session),
@@ -256,5 +257,5 @@ def _resume(session: Session, folder: Path) -> Check:
     ):
         again.default()
         built = again.fresh_builds
-    detail = f"after the kill, {built} builds are done again"
+    detail = f"after the kill, {counted(built, 'build')} done again"
     return Check("a run goes on where it was", "pass" if built == 0 else "fail", detail)

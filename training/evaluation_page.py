@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from routepilot.env.errors import MissingExtraError
+from routepilot.env.wording import counted
 from routepilot.training.evaluation_plots import write_figures
 from routepilot.training.evaluation_tables import TextTable, all_tables, markdown, within_table
 from routepilot.training.files import write_json, write_text
@@ -73,7 +74,7 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     """What must be known to read the figures, a paragraph each."""
     facts = result["manifest"]
     notes = [
-        f"{len(result['models'])} models, {result['split']}; relative L2 error below"
+        f"{counted(len(result['models']), 'model')}, {result['split']}; relative L2 error below"
         f" {result['tolerance']:g}; {result['seeds']} search seeds a model. Intervals are 95 %,"
         " bootstrapped over models, search seeds and trainings. Intervals that rest on few models"
         " are too narrow.",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from routepilot.env.errors import MissingExtraError
+from routepilot.env.wording import counted
 
 #: Inches of one panel, and dots an inch of a PNG.
 SIZE, DPI = (6.4, 3.8), 150
@@ -78,7 +79,7 @@ def _figures(result: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
         found.append(
             (
                 f"profile-{budget}",
-                f"performance profile after {budget} build{'s' * (budget != '1')}",
+                f"performance profile after {counted(int(budget), 'build')}",
                 lambda axes, agents=agents: _profile(axes, profiles["levels"], agents, shaded),
             )
         )

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from routepilot.env.wording import counted
+
 #: Budget whose interquartile mean stands in the first table; the others have a table of their own.
 MIDDLE_AT = "2"
 
@@ -65,7 +67,7 @@ def share_table(result: Mapping[str, Any], *, trained: bool = False) -> TextTabl
         )
         for name, row in part["agents"].items()
     ]
-    which = f"{count} {'trained ' if trained else ''}models"
+    which = counted(count, "trained model" if trained else "model")
     return TextTable(
         f"share of the best recorded gain after so many builds; {which}, {result['split']}, error"
         f" limit {result['tolerance']:g}",
@@ -104,7 +106,7 @@ def against_tables(result: Mapping[str, Any], *, trained: bool = False) -> list[
         return []
     budgets = _budgets(part)
     count = part["models"] if trained else len(part["models"])
-    which = f"{count} {'trained ' if trained else ''}models"
+    which = counted(count, "trained model" if trained else "model")
     rivals = versus["rivals"].items()
     differences = [
         (
@@ -150,7 +152,8 @@ def stop_table(result: Mapping[str, Any]) -> TextTable:
             )
         )
     return TextTable(
-        f"stop quality; {nothing} of {len(result['models'])} models have nothing to gain",
+        f"stop quality; {nothing} of {counted(len(result['models']), 'model')} have nothing to"
+        " gain",
         (
             "agent",
             "builds at the stop",
@@ -191,7 +194,7 @@ def model_tables(result: Mapping[str, Any]) -> list[TextTable]:
     budgets = _budgets(result)
     shares = [
         TextTable(
-            f"share of the best recorded gain of each model after {b} build{'s' * (b != '1')}",
+            f"share of the best recorded gain of each model after {counted(int(b), 'build')}",
             ("model", "family", "weights", "best", *agents),
             tuple(
                 (

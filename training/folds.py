@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from routepilot.env.errors import InputError
+from routepilot.env.wording import counted
 from routepilot.env.zoo_entries import splits
 
 
@@ -41,7 +42,7 @@ def folds(families: Sequence[str], split: str | None = None) -> list[Fold]:
     hidden = tuple(f for f in families if splits().get(f) in later)
     if not judged or len(hidden) == len(families):
         raise InputError(
-            f"the table has {len(judged)} families of the split {split!r} and"
+            f"the table has {counted(len(judged), 'family', 'families')} of the split {split!r} and"
             f" {len(families) - len(hidden)} to learn from; collect models of both"
         )
     return [Fold(judged, hidden)]

@@ -34,6 +34,7 @@ from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
 from routepilot.env.store import RecordStore
 from routepilot.env.table_summary import describe_table
 from routepilot.env.tables import load_table, save_table
+from routepilot.env.wording import counted
 from routepilot.training.collect import COLLECT_GATE, plan_routes, table_from_store
 from routepilot.training.rechecks import unconfirmed_best
 from routepilot.training.session import Session, SessionConfig
@@ -318,8 +319,9 @@ class Sweep:
         text = json.dumps(summary, indent=1, default=str)
         (self.options.out / "summary.json").write_text(text + "\n", encoding="utf-8")
         say(
-            f"{elapsed:.0f} s: {self.fresh} outcomes, {sum(len(w.steps) for w in self.works)} left,"
-            f" {len(self.works)} models"
+            f"{elapsed:.0f} s: {counted(self.fresh, 'outcome')},"
+            f" {sum(len(w.steps) for w in self.works)} left,"
+            f" {counted(len(self.works), 'model')}"
         )
         return summary
 

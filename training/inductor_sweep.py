@@ -36,6 +36,7 @@ from routepilot.env.routes import DEFAULT_ROUTE, Route
 from routepilot.env.store import RecordStore
 from routepilot.env.table_summary import describe_table
 from routepilot.env.tables import load_table, save_table
+from routepilot.env.wording import counted
 from routepilot.training.collect import COLLECT_GATE, table_from_store
 from routepilot.training.inductor_builders import Builders, Built
 from routepilot.training.inductor_plan import planned, read_plan
@@ -161,7 +162,7 @@ class Sweep:
         with ThreadPoolExecutor(max(1, options.build_workers)) as pool:
             # Now rather than at the first timing, while every build would stand still.
             list(pool.map(lambda work: work.session.features, self.works))
-        say(f"features of {len(self.works)} models known after {self.elapsed:.0f} s")
+        say(f"features of {counted(len(self.works), 'model')} known after {self.elapsed:.0f} s")
         self._seen: list[float] = []
         self._spent = {"paused": 0.0, "timed": 0}
         self._flushed = time.monotonic()
@@ -193,7 +194,7 @@ class Sweep:
 
         with ThreadPoolExecutor(max(1, self.options.build_workers)) as pool:
             found = [model for model in pool.map(ready, self.options.names) if model is not None]
-        say(f"{len(found)} models ready after {self.elapsed:.0f} s")
+        say(f"{counted(len(found), 'model')} ready after {self.elapsed:.0f} s")
         return found
 
     def _work(self, model: Model, routes: Sequence[Route]) -> Work:
@@ -368,7 +369,8 @@ class Sweep:
         text = json.dumps(summary, indent=1, default=str)
         (self.options.out / "summary.json").write_text(text + "\n", encoding="utf-8")
         say(
-            f"{self.elapsed:.0f} s: {len(self._seen)} builds ({self._builders.running} running),"
+            f"{self.elapsed:.0f} s: {counted(len(self._seen), 'build')} ({self._builders.running}"
+            " running),"
             f" {self._spent['timed']} timed, {sum(len(w.steps) for w in self.works)} left"
         )
         return summary
@@ -395,7 +397,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         )
     say(
         f"statuses: {summary['statuses']}; oracle {summary['oracle_speedup']:.3f}x;"
-        f" {summary['builds']} builds, median {summary['build_seconds_median']} s;"
+        f" {counted(summary['builds'], 'build')}, median {summary['build_seconds_median']} s;"
         f" {summary['timing_seconds']} of {summary['elapsed_seconds']} s timing"
     )
 

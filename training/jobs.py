@@ -14,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from routepilot.env.errors import InputError, MachineError
+from routepilot.env.wording import counted
 
 #: How often a job is given to another process when the one that had it is lost.
 RETRIES = 3
@@ -97,7 +98,8 @@ def _in_processes(
                 raise
     if waiting:
         raise MachineError(
-            f"processes were lost {1 + RETRIES} times with {len(waiting)} jobs to do; repeat the"
+            f"processes were lost {1 + RETRIES} times with {counted(len(waiting), 'job')} to do;"
+            " repeat the"
             " command to go on"
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from routepilot.env.wording import counted
 from routepilot.training.evaluation_tables import TextTable, markdown
 from routepilot.training.files import write_json, write_text
 from routepilot.training.statistics import estimate, share
@@ -94,12 +95,13 @@ def _sum_table(result: Mapping[str, Any]) -> TextTable:
         if row["replayed"]:
             which = "replayed"
             if row["replayed_models"] < len(result["models"]):
-                which += f", {row['replayed_models']} models"
+                which += f", {counted(row['replayed_models'], 'model')}"
             rows.append(
                 (agent, which, *(_estimate(row["replayed"][b]) for b in budgets), *[""] * 6)
             )
     return TextTable(
-        f"share of the best gain known after so many builds; {len(result['models'])} models,"
+        "share of the best gain known after so many builds;"
+        f" {counted(len(result['models']), 'model')},"
         f" {result['split']}, candidates: {result['candidates']}",
         (
             "agent",

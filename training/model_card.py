@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 
 from routepilot.agents.policy import Card
+from routepilot.env.wording import counted
 
 
 def front_matter(card: Card) -> dict[str, object]:
@@ -17,7 +18,7 @@ def front_matter(card: Card) -> dict[str, object]:
     metrics = [
         {
             "type": f"gain_share_after_{builds}_builds",
-            "name": f"share of the best recorded gain after {builds} builds",
+            "name": f"share of the best recorded gain after {counted(int(builds), 'build')}",
             "value": round(float(share), 4),
         }
         for builds, share in shares.items()
@@ -62,7 +63,7 @@ def readme(card: Card, device: str, backend: str) -> str:
 # {card.name}
 
 A RoutePilot policy: it chooses which compiler build routes are worth building for a model it never
-saw. Trained on measured builds of {len(card.models)} models with the backend `{backend}`
+saw. Trained on measured builds of {counted(len(card.models), "model")} with the backend `{backend}`
 ({device}).
 
 ```

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from routepilot.env.errors import InputError
+from routepilot.env.wording import counted
 from routepilot.training.charts import best_so_far, frontier
 from routepilot.training.effects import knob_effects
 from routepilot.training.files import write_text
@@ -74,6 +75,7 @@ def render(
     template = files("routepilot.training").joinpath("report.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["ratio"] = lambda value: f"{value:.3f}x"
+    environment.filters["counted"] = counted
     environment.filters["short"] = lambda value: f"{value:.3g}"
     environment.filters["words"] = lambda value: str(value).replace("_", " ")
     environment.globals["chooser"] = _chooser(result)
@@ -108,7 +110,7 @@ def summary(result: dict[str, Any], comparison: dict[str, Any] | None = None) ->
     if comparison is not None and _is_same(comparison, result):
         lines += [
             "",
-            f"Agents compared, at most {comparison['max_builds']} builds each:",
+            f"Agents compared, at most {counted(comparison['max_builds'], 'build')} each:",
             "",
             "| agent | builds | confirmed speed-up | route |",
             "| --- | --- | --- | --- |",
@@ -154,7 +156,7 @@ def _answer_lines(result: dict[str, Any]) -> list[str]:
         *lines,
         "",
         f"{_cell(result['backend'])} on {_cell(result['target']['device'])}{limit};"
-        f" {result['builds']} routes built in {result['seconds']:.0f} s, chosen by"
+        f" {counted(result['builds'], 'route')} built in {result['seconds']:.0f} s, chosen by"
         f" {_cell(_chooser(result))}; default latency {result['default_latency_ms']:.3g} ms.",
     ]
 
@@ -252,10 +254,14 @@ def _best_words(result: dict[str, Any]) -> str:
     timed = [t for t in result["trials"] if t["status"] == "ok" and t["speedup"]]
     best = max(timed, key=lambda t: float(t["speedup"]), default=None)
     if best is None or best["speedup"] <= 1:
-        return f"None of {len(result['trials'])} builds measured faster than the default route."
+        return (
+            f"None of {counted(len(result['trials']), 'build')} measured faster than the default"
+            " route."
+        )
     place = result["trials"].index(best) + 1
     return (
-        f"The best of {len(result['trials'])} builds measured {best['speedup']:.2f} times the"
+        f"The best of {counted(len(result['trials']), 'build')} measured {best['speedup']:.2f}"
+        " times the"
         f" default's speed, at build {place}; the table of builds has the figures."
     )
 

@@ -17,6 +17,7 @@ from routepilot.agents.base import Agent, Expecting, Reasoned
 from routepilot.env.errors import InputError
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import DEFAULT_ROUTE, Route
+from routepilot.env.wording import counted
 from routepilot.training.session import Session
 
 #: Winners tried at confirmation before the answer is the default route. Each costs two builds.
@@ -80,6 +81,16 @@ class Search:
     def statuses(self) -> dict[str, int]:
         """How many outcomes ended how."""
         return dict(Counter(outcome.status.value for outcome in self.outcomes))
+
+    def ending(self, budget: Budget) -> str:
+        """What ended it, for people; seconds as they were given."""
+        if self.ended_by == "seconds" and budget.max_seconds is not None:
+            return f"the budget of {budget.max_seconds:g} s is spent"
+        if self.ended_by == "noise":
+            return "the agent expects less of the next build than timing can tell apart"
+        if self.ended_by == "agent":
+            return f"the agent {self.agent} has no more to ask"
+        return f"the budget of {counted(budget.max_builds, 'build')} is spent"
 
     def promising(self) -> list[Outcome]:
         """Feasible outcomes that measured faster than the default, fastest first."""

@@ -24,6 +24,7 @@ from routepilot.env.backends import load_backend
 from routepilot.env.backends.base import Target
 from routepilot.env.errors import InputError, LostSlotError, MachineError
 from routepilot.env.routes import Catalog
+from routepilot.env.wording import counted
 from routepilot.training.session import Place, Say, SessionConfig, silent
 
 _Item = TypeVar("_Item")
@@ -151,7 +152,8 @@ def local_slots(
     threads = int(options.get("threads", "1")) if device is None else 1
     if workers * threads > len(here):
         raise InputError(
-            f"{workers} workers of {threads} threads need {workers * threads} cores and there are"
+            f"{counted(workers, 'worker')} of {counted(threads, 'thread')} need"
+            f" {counted(workers * threads, 'core')} and there are"
             f" {len(here)}; lower --workers"
         )
     if cores is not None:
@@ -159,7 +161,8 @@ def local_slots(
             raise InputError(f"cores {list(cores)} are not all of this machine; it has {here}")
         if len(set(cores)) != workers or threads > 1 or device is not None:
             raise InputError(
-                f"cores {list(cores)} are for {workers} workers of {threads} threads; name one core"
+                f"cores {list(cores)} are for {counted(workers, 'worker')} of"
+                f" {counted(threads, 'thread')}; name one core"
                 " for each worker of one thread on processors"
             )
     if device is None:

@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import trim_mean
 
+from routepilot.env.wording import counted
+
 Floats = NDArray[np.float64]
 
 #: Bootstrap draws behind an interval.
@@ -106,7 +108,9 @@ class Resamples:
 
     def __init__(self, models: int, seeds: int, draws: int = DRAWS, seed: int = 0) -> None:
         if models < 1 or seeds < 1:
-            raise ValueError(f"{models} models and {seeds} seeds are nothing to draw from")
+            raise ValueError(
+                f"{counted(models, 'model')} and {counted(seeds, 'seed')} are nothing to draw from"
+            )
         self._rng = np.random.default_rng(seed)
         self._draws = draws
         self._rows = self._rng.integers(models, size=(draws, models))

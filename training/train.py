@@ -25,14 +25,16 @@ from routepilot.env.errors import InputError, MissingExtraError
 from routepilot.env.records import RouteTable
 from routepilot.env.route_env import Randomness
 from routepilot.env.tables import save_table
+from routepilot.env.wording import counted
 from routepilot.training.courses import AlternatingEnv, calibrate, courses, exams, open_school
 from routepilot.training.defaults import checkpoints_folder
 from routepilot.training.files import ensure_folder
 from routepilot.training.manifest import package_versions
 from routepilot.training.scoring import BUDGETS, Best
 from routepilot.training.session import Say, silent
+from routepilot.training.time_limit import Clock, TimeLimit
 from routepilot.training.train_config import TrainConfig
-from routepilot.training.training_run import Clock, TrainingRun
+from routepilot.training.training_run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def train(
         say: Hears progress.
 
     Raises:
-        InputError: Fewer than three families of a table are left to train on.
+        InputError: Fewer than three families of a table are left to train on, or the time is up
+            before the surrogates are fitted.
         MissingExtraError: Torch or Stable-Baselines3 is not installed, or TensorBoard is not.
         KeyboardInterrupt: It was interrupted; the best so far and the checkpoint are saved.
     """
@@ -113,17 +116,24 @@ def train(
     from routepilot.training.checkpointing import Keeper, restore_ppo
     from routepilot.training.scalars import open_logger
 
-    start = time.monotonic()
+    start = time.monotonic()  # what is imported once is not training
     tables = (table,) if isinstance(table, RouteTable) else tuple(table)
     sources = (source,) * len(tables) if source is None or isinstance(source, Path) else source
     config, gate = config or TrainConfig(), gate or Gate()
     if not tables or len(sources) != len(tables):
-        raise InputError(f"{len(tables)} route tables of {len(sources)} files; give one each")
-    schools = [open_school(t, held_out, validation, gate, config.kernel) for t in tables]
+        raise InputError(
+            f"{counted(len(tables), 'route table')} of {counted(len(sources), 'file')}; give one"
+            " each"
+        )
+    limit = TimeLimit(Clock(start, {}), config.max_seconds)
+    schools = [
+        open_school(t, held_out, validation, gate, config.kernel, limit.check_fits) for t in tables
+    ]
     folder = ensure_folder(out)
     keeper = Keeper(folder, name, _key(tables, config, held_out, validation, gate), say)
-    saved = keeper.load()
+    saved = keeper.load(config.max_seconds)
     clock = Clock(start, saved.notes["clock"] if saved else {})
+    limit = TimeLimit(clock, config.max_seconds)
     logger = open_logger(tensorboard)
     torch.manual_seed(config.seed)
     torch.set_num_threads(1)
@@ -157,13 +167,16 @@ def train(
         "validation" if validation else "training",
         keeper,
         clock,
+        limit,
         say,
     )
+    limit.start_phases()
     if saved is not None and saved.phase == "ppo":
         run.best.restore(saved.notes["best"], restore_ppo(saved, model, envs))
         run.next = int(saved.notes["next"])
         run.values = list(saved.notes.get("values", ()))
-        say(f"goes on after {model.num_timesteps} steps")
+        run.imitated = tuple(saved.notes["imitated"])
+        say(f"goes on after {counted(model.num_timesteps, 'step')}")
     else:
         run.imitate(taught, saved)
         run.consider()
@@ -191,13 +204,15 @@ def train(
         versions=package_versions(),
         more_tables={place.name: file_hash(place) for place in places[1:]},
         validation=validation,
-        settings=asdict(config),
+        settings=asdict(
+            replace(config, teacher_episodes=run.imitated[0], teacher_epochs=run.imitated[1])
+        ),
         seconds=round(spent["seconds"], 1),
         steps_per_second=round(speed, 1),
     )
     path = save_policy(folder, run.best.weights, card)
     say(
-        f"{steps} steps in {spent['seconds']:.0f} s, {speed:.0f} a second in PPO{ended}:"
+        f"{counted(steps, 'step')} in {spent['seconds']:.0f} s, {speed:.0f} a second in PPO{ended}:"
         f" {run.best.text()}"
     )
     if run.interrupted:

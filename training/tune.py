@@ -27,6 +27,7 @@ from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import DEFAULT_ROUTE, Route
 from routepilot.env.store import RecordStore
 from routepilot.env.trtexec import build_line, trial_line
+from routepilot.env.wording import counted
 from routepilot.training import deploy
 from routepilot.training.candidates import make_problem
 from routepilot.training.defaults import Policies, choose_agent
@@ -253,7 +254,7 @@ def tune(
                 f"agent {searcher.name} has no expectation to stop by; drop --until-noise, or"
                 " choose by a policy, two-way-gp, greedy or thompson"
             )
-        say(f"default route of {prepared.name} on {backend}, {threads} thread(s)")
+        say(f"default route of {prepared.name} on {backend}, {counted(threads, 'thread')}")
         output.keep()  # the child's log tells more of a default that fails
         default = session.default()
         facts = manifest(

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from routepilot.env.wording import counted
+
 Row = Mapping[str, Any]
 
 
@@ -25,9 +27,10 @@ def markdown(rows: Sequence[Row]) -> str:
     """
     models = [row for row in rows if not row["variant_of"]]
     origins = Counter(row["origin"] for row in models)
-    counted = ", ".join(f"{origins[name]} {name}" for name in origins)
+    by_origin = ", ".join(f"{origins[name]} {name}" for name in origins)
     lines = [
-        f"{len(models)} models in {len({row['family'] for row in models})} families ({counted});"
+        f"{counted(len(models), 'model')} in {len({row['family'] for row in models})} families"
+        f" ({by_origin});"
         f" {len(rows) - len(models)} other shapes of them.",
         "",
         "| split | models | trained | families |",

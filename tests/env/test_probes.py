@@ -22,7 +22,7 @@ from routepilot.env.models import Model
 from routepilot.env.probes import LARGEST, NAMES, SMALLEST, UNKNOWN, measure, probes_of
 
 #: Sound values, none of which a real probe gives.
-KEPT = {name: -1.5 - number / 8 for number, name in enumerate(NAMES)}
+KEPT = {name: -1.4 - number / 8 for number, name in enumerate(NAMES)}
 
 #: A weight with one bit more than bf16 has; fp16 has it.
 FINE = 1 + 2**-9
@@ -193,10 +193,41 @@ JSON = st.recursive(
 def test_whatever_is_read_is_sound(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
     place = tmp_path_factory.getbasetemp() / "read.json"
     place.write_text(json.dumps(value))
-    found = probes._read(place)
-    if found is not None:
-        assert set(found) == set(NAMES)
-        assert all(SMALLEST <= number <= LARGEST for number in found.values())
+    found, tries = probes._read(place)
+    assert set(found) == set(NAMES) and tries >= 0
+    assert all(SMALLEST <= number <= LARGEST for number in found.values())
+
+
+def test_what_failed_for_a_while_is_tried_again_at_the_next_run_and_it_alone(
+    dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = "open(sys.argv[1] + '/asked', 'a').write(' '.join(sys.argv[3:]) + '\\n')\n"
+    child_that(monkeypatch, f"{asked}print('bf16 -2.5', flush=True)\nos.abort()")
+    probes_of(dense)
+    assert probes.are_due(dense)
+    lines = "\n".join(f"{name} {KEPT[name]}" for name in NAMES)
+    child_that(monkeypatch, f"{asked}print({lines!r})")
+    assert probes_of(dense) == {**KEPT, "bf16": -2.5}, "what was known stays"
+    assert json.loads((dense / probes.FILE).read_text()) == {**KEPT, "bf16": -2.5}
+    assert (dense / "asked").read_text().splitlines() == [" ".join(NAMES), " ".join(NAMES[1:])]
+    no_child(monkeypatch)
+    assert not probes.are_due(dense) and probes_of(dense)["fp16"] == KEPT["fp16"]
+
+
+def test_what_always_fails_is_tried_so_often_and_no_more(
+    dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child_that(monkeypatch, "open(sys.argv[1] + '/runs', 'a').write('.'); os.abort()")
+    for _ in range(probes.MOST_TRIES + 3):
+        assert probes_of(dense) == dict.fromkeys(NAMES, UNKNOWN)
+    assert (dense / "runs").read_text() == "." * probes.MOST_TRIES
+    assert not probes.are_due(dense)
+
+
+def test_a_file_without_tries_was_tried_once(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (dense / probes.FILE).write_text(json.dumps({**KEPT, "fp16": UNKNOWN}))
+    child_that(monkeypatch, "print('fp16', -float(len(sys.argv[3:])))")
+    assert probes_of(dense) == {**KEPT, "fp16": -1.0}
 
 
 def test_a_folder_that_cannot_be_written_costs_them_again(
@@ -223,8 +254,7 @@ def test_a_child_that_crashes_costs_what_it_had_not_made(
     child_that(monkeypatch, f"print('bf16 -2.5', flush=True)\n{end}")
     found = probes_of(dense)
     assert found == {**dict.fromkeys(NAMES, UNKNOWN), "bf16": -2.5}
-    no_child(monkeypatch)
-    assert probes_of(dense) == found  # which is not tried again
+    assert json.loads((dense / probes.FILE).read_text()) == {**found, probes.TRIES: 1}
 
 
 def test_a_child_that_hangs_is_ended(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:

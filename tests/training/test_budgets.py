@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from routepilot.agents import make_agent
 from routepilot.agents.base import Expecting, Problem, search
+from routepilot.env import probes
 from routepilot.env.backends import load_backend
 from routepilot.env.backends.recorded import ModelReplay, Replay
 from routepilot.env.errors import InputError, TableError
@@ -26,7 +28,7 @@ from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import Route
 from routepilot.env.store import RecordStore
 from routepilot.env.tables import load_table
-from routepilot.training import cli_corpus, machine
+from routepilot.training import cli, cli_corpus, machine
 from routepilot.training.collect import (
     CorpusModel,
     Repeats,
@@ -40,7 +42,7 @@ from routepilot.training.effort import Effort, preset
 from routepilot.training.enough import Stop
 from routepilot.training.inputs import NamedModel
 from routepilot.training.manifest import manifest
-from routepilot.training.search import Budget, run_search
+from routepilot.training.search import Budget, Search, run_search
 from routepilot.training.session import Session, SessionConfig
 from routepilot.training.training_run import has_settled
 from routepilot.training.tune import tune
@@ -288,3 +290,54 @@ def test_a_collection_out_of_time_says_so(tiny_file: Path, tmp_path: Path) -> No
     found = run(cli_corpus.app, [*given, *few, "--max-seconds", "2"])
     assert found.exit_code == 0, found.output
     assert "(1 model; the time is up, the same command goes on)" in found.output
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "told"),
+    [
+        ("builds", "the budget of 1 build is spent"),
+        ("seconds", "the budget of 1.5 s is spent"),
+        ("noise", "expects less of the next build than timing can tell"),
+        ("agent", "the agent fast has no more to ask"),
+    ],
+)
+def test_what_ended_a_search_is_told(ended_by: str, told: str) -> None:
+    assert told in Search("fast", (), 0.0, ended_by).ending(Budget(1, 1.5))
+
+
+def test_tune_says_last_what_ended_it_and_the_seconds_as_given(
+    tiny_file: Path, tmp_path: Path
+) -> None:
+    words = [*("tune", str(tiny_file), "-o", str(tmp_path / "out"), "--agent", "random")]
+    words += ["--max-builds", "100000", "--max-seconds", "1.5", "--quiet"]
+    done = CliRunner().invoke(cli.app, words)
+    assert done.exit_code == 0, done.output
+    *_, ended, _ = done.output.strip().splitlines()
+    assert ended == "the search ended: the budget of 1.5 s is spent"
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["ended_by"] == "seconds"
+    spent = [t["build_seconds"] + t["measure_seconds"] for t in result["trials"]]
+    assert sum(spent) - spent[-1] < 1.5, "the last build began within the budget"
+
+
+def test_tune_says_that_it_probes_before_it_does_and_only_then(
+    tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.folder, folder, ignore=shutil.ignore_patterns("run", probes.FILE))
+    model = Model(tiny.name, tiny.fingerprint, folder, tiny.inputs, tiny.outputs)
+    heard: list[str] = []
+    made = probes._made_in_child
+
+    def making(*asked: Any) -> dict[str, float]:
+        assert any(line.startswith("probing tiny") for line in heard), "said before it begins"
+        heard.append("made")
+        return made(*asked)
+
+    monkeypatch.setattr(probes, "_made_in_child", making)
+    tune(model, out=tmp_path / "out", agent="fast", max_builds=1, say=heard.append)
+    said = [line for line in heard if line.startswith("probing")]
+    assert len(said) == 1 and "120 s at most" in said[0] and heard.count("made") == 1
+    heard.clear()
+    tune(model, out=tmp_path / "out", agent="fast", max_builds=1, say=heard.append)
+    assert not any("probing" in line for line in heard)

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -43,13 +44,31 @@ def recorded(out: Path) -> int:
         return 0
 
 
+def hear_interrupts() -> None:
+    """Undo, in a child, what a shell without job control does to the jobs it sends behind."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.fixture
+def sent_behind() -> Iterator[None]:
+    """As where pytest is a background job of a script: SIGINT is ignored, and so inherited."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sent_behind")
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_stopped_run_goes_on_where_it_was(
     sent: signal.Signals, code: int, tiny_file: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     process = subprocess.Popen(
-        command(tiny_file, out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command(tiny_file, out),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_interrupts,
     )
     deadline = time.monotonic() + 90
     while recorded(out) < 3 and process.poll() is None and time.monotonic() < deadline:
@@ -74,6 +93,23 @@ def test_a_stopped_run_goes_on_where_it_was(
     # The default and every build on record is not made again.
     assert result["manifest"]["fresh_builds"] == BUILDS + 1 - kept
     assert not list((out / "work").glob("**/.building/*"))
+
+
+@pytest.mark.usefixtures("sent_behind")
+def test_a_run_sent_behind_by_a_script_ignores_interrupts_as_nohup_does(
+    tiny_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        command(tiny_file, out), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 90
+    while recorded(out) < 2 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    text, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert json.loads(text)["builds"] == BUILDS
 
 
 def made_command(model: Path, out: Path) -> list[str]:

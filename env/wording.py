@@ -1,0 +1,18 @@
+"""How messages count: `1 build`, `2 builds`, and `0.5 s` whatever the size.
+
+Owns words of numbers alone, and knows nothing that is counted.
+"""
+
+from __future__ import annotations
+
+
+def counted(number: int, singular: str, plural: str | None = None) -> str:
+    """A number with its noun, in thousands: `1 build`, `2 builds`, `1,204 models`.
+
+    Args:
+        number: How many.
+        singular: The noun for one.
+        plural: The noun for all else; the singular with an s when None.
+    """
+    noun = singular if number == 1 else plural or f"{singular}s"
+    return f"{number:,} {noun}"
