@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from routepilot.env.wording import counted
+
 Facts = Mapping[str, Any]
 
 
@@ -28,10 +30,12 @@ def in_words(facts: Facts) -> list[str]:
     fewest, most = coverage["fewest_routes"], coverage["most_routes"]
     routes = f"{fewest} to {most}" if fewest < most else str(fewest)
     lines = [
-        f"{len(models)} models of {coverage['families']} families, {coverage['trained']} of them"
-        f" trained; {coverage['routes']:,} routes, {routes} a model, {coverage['common_routes']}"
-        f" on all; {coverage['single_changes_common']} of the {coverage['single_changes']} single"
-        f" changes on all; {coverage['builds']:,} builds in {hours:.1f} machine hours.",
+        f"{counted(len(models), 'model')} of"
+        f" {counted(coverage['families'], 'family', 'families')}, {coverage['trained']} of them"
+        f" trained; {counted(coverage['routes'], 'route')}, {routes} a model,"
+        f" {coverage['common_routes']} on all; {coverage['single_changes_common']} of the"
+        f" {coverage['single_changes']} single changes on all;"
+        f" {counted(coverage['builds'], 'build')} in {hours:.1f} machine hours.",
         f"At an error of {100 * facts['limit']:g} % the best is"
         f" {facts['oracle_speedup']:.2f}x on geometric average,"
         f" {facts['trained_speedup']:.2f}x over the trained models; nothing to gain for"
@@ -70,7 +74,8 @@ def _noise(facts: Facts) -> list[str]:
 def compared_in_words(facts: Facts) -> str:
     """What `compare_tables` gives, as a sentence."""
     return (
-        f"{facts['models']} models and {facts['routes']} routes of each in both tables: what is"
+        f"{counted(facts['models'], 'model')} and {counted(facts['routes'], 'route')} of each in"
+        " both tables: what is"
         f" best there keeps {100 * facts['kept']:.0f} % of the log speed-up that the best has here;"
         f" log speed-ups correlate with {facts['correlation']:.2f} (median model;"
         f" {facts['correlation_low']:.2f} to {facts['correlation_high']:.2f})."

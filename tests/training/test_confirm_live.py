@@ -192,7 +192,7 @@ def test_a_model_the_table_lacks_is_compared_live_alone(
     paths = write_live(result, tmp_path)
     assert json.loads(paths[0].read_text()) == result
     sums, models = live_tables(result)
-    assert any("replayed, 1 models" in row for row in sums.rows)
+    assert any("replayed, 1 model" in row for row in sums.rows)
     assert len(models.rows) == 4 and all(len(r) == len(models.columns) for r in models.rows)
 
 

@@ -72,7 +72,7 @@ def test_a_sweep_measures_all_and_a_second_one_nothing(models: Path, tmp_path: P
     out = tmp_path / "merged.parquet"
     slices = [str(path), str(tmp_path / "second" / "table.parquet")]
     told = CliRunner().invoke(records_app, ["merge", *slices, "-o", str(out)])
-    assert told.exit_code == 0 and "1 models" in told.output
+    assert told.exit_code == 0 and "1 model)" in told.output
     assert load_table(out).outcomes == merged.outcomes
 
 
