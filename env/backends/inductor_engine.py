@@ -84,8 +84,8 @@ def _built_here() -> Iterator[None]:
     """Load packages without asking whether this machine is the one that built them.
 
     PyTorch asks to warn, and for the answer compiles a library for each vector unit and loads it
-    in a new Python with torch: 40 s of a first load where three were built at once on a machine
-    with an H200, 5 of 6 s on two CPU cores.
+    in a new Python with torch: 40 s of a first load on a machine with an H200, 5 of 6 s on two CPU
+    cores.
     """
     from torch._inductor import codecache
     from torch.export import pt2_archive
