@@ -77,6 +77,7 @@ class Belief:
             and of theirs, `joint`).
         seconds: Expected seconds of building and measuring.
         precedents: What they did on the training models.
+        acts: Chance of each to change the engine at all; that of the precedents when None is given.
         prior_sd: Standard deviations of the speed before any observation.
     """
 
@@ -85,15 +86,23 @@ class Belief:
     codes: NDArray[np.int64]
     seconds: Floats
     precedents: Precedents
+    acts: Floats = None  # type: ignore[assignment]
     prior_sd: Floats = field(init=False)
 
     def __post_init__(self) -> None:
         self.prior_sd = self.speed.sd
+        if self.acts is None:
+            self.acts = self.precedents.acts()
 
     def copy(self) -> Belief:
         """An independent copy, for an episode."""
         return Belief(
-            self.speed.copy(), self.loss.copy(), self.codes, self.seconds, self.precedents
+            self.speed.copy(),
+            self.loss.copy(),
+            self.codes,
+            self.seconds,
+            self.precedents,
+            self.acts,
         )
 
     def only(self, places: NDArray[np.int64]) -> Belief:
@@ -105,6 +114,7 @@ class Belief:
             self.codes[places],
             self.seconds[places],
             self.precedents.only(places),
+            self.acts[places],
         )
 
     def observe(self, place: int, outcome: Outcome, loss: float) -> None:

@@ -51,6 +51,7 @@ ROW_FEATURES: tuple[tuple[str, str], ...] = (
     ("near", "the same, the models weighed by their likeness to this one"),
     ("promise", "how much of the best improvement, weighed by what happened on models alike"),
     ("wins", "weighted share of those models on which it was accurate and faster"),
+    ("acts", "chance that its engine is another than the default's: liveness"),
     ("seconds", "log10 of expected build seconds, over 2"),
 )
 
@@ -198,6 +199,7 @@ class Episode:
             self._near,
             promise / max(float(promise[places].max(initial=0.0)), 1e-9),
             self._wins,
+            belief.acts,
             self._seconds,
         )
         rows = np.zeros((ROWS, len(ROW_FEATURES)), np.float32)

@@ -36,7 +36,8 @@ class Kernel:
         width: Length scale of features, in root-mean-square standard deviations.
         strong: Decay of likeness for each differing knob marked as strong.
         weak: Decay for each other differing knob.
-        probes: Variance of the loss that is linear in the probes.
+        probes: Variance of what the added errors (`roundings.py`) get wrong of the loss, linear in the
+            probes.
         beside: Share of the other variances that the loss keeps beside it.
     """
 
@@ -46,7 +47,7 @@ class Kernel:
     width: float = 0.5
     strong: float = 1.0
     weak: float = 0.12
-    probes: float = 2.0
+    probes: float = 0.3
     beside: float = 0.05
 
 

@@ -212,7 +212,8 @@ def weighed(belief: Belief, routes: Sequence[Route], acts: Mapping[str, float]) 
     """A belief that knows which routes may change nothing at all.
 
     Such a route is as fast as the default with the chance that none of its changes acts; the mean
-    of its log speed-up shrinks by that, and its standard deviation by the root of it.
+    of its log speed-up shrinks by that, and its standard deviation by the root of it. The chance
+    to act itself is what the rows of a policy say of it.
 
     Args:
         belief: What is believed of the routes' speed were they to act.
@@ -230,4 +231,6 @@ def weighed(belief: Belief, routes: Sequence[Route], acts: Mapping[str, float]) 
     share = np.maximum(1.0 - np.array(idle, float), LEAST_SHARE)
     root = np.sqrt(share)
     speed = Signal(belief.speed.mean * share, belief.speed.cov * np.outer(root, root))
-    return Belief(speed, belief.loss, belief.codes, belief.seconds, belief.precedents)
+    return Belief(
+        speed, belief.loss, belief.codes, belief.seconds, belief.precedents, 1.0 - np.array(idle)
+    )

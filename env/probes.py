@@ -1,7 +1,7 @@
 """Probes: how far rounding moves a model's outputs, tried before any build.
 
 Owns the probes, the child that makes them and their file in a model's folder. A probe runs the
-model once or twice on ONNX Runtime, on graphs that are rounded as a compiler's precision would
+model on its input sets on ONNX Runtime, on graphs that are rounded as a compiler's precision would
 round them (`rounding.py`), and holds the outputs against the reference. That takes about as long as
 building and running the default engine, once for each model, and says of a route's accuracy what no
 shape or weight can (docs/experiments.md). Knows no route and no backend.
@@ -26,7 +26,7 @@ from routepilot.env.child import die_with_parent
 from routepilot.env.drafts import whole_file
 from routepilot.env.inputs import read_npz
 from routepilot.env.interpreter import module_command
-from routepilot.env.rounding import CONVOLUTIONS, PRODUCTS, in_16_bits, in_int8
+from routepilot.env.rounding import CONVOLUTIONS, PRODUCTS, in_16_bits, in_int8, in_tf32
 
 if TYPE_CHECKING:
     import onnx
@@ -37,6 +37,7 @@ Rounding = Callable[["onnx.ModelProto"], "onnx.ModelProto"]
 PROBES: tuple[tuple[str, str, Rounding], ...] = (
     ("bf16", "every weight and activation in bf16", lambda m: in_16_bits(m, brain=True)),
     ("fp16", "every weight and activation in fp16", lambda m: in_16_bits(m, brain=False)),
+    ("tf32", "every weight and activation to the ten bits of TF32", in_tf32),
     (
         "int8_conv",
         "weights and inputs of convolutions in int8",
@@ -56,11 +57,13 @@ PROBES: tuple[tuple[str, str, Rounding], ...] = (
 
 NAMES: tuple[str, ...] = tuple(name for name, _, _ in PROBES)
 
-#: File in a model's folder, and where in it stands how often unknown probes were tried.
-FILE, TRIES = "probes.json", "tries"
+#: File in a model's folder, and where in it stands how often unknown probes were tried. Its number
+#: grows when what a probe does changes, so that older ones are made anew.
+FILE, TRIES = "probes-2.json", "tries"
 
-#: Input sets that a probe runs.
-SETS = 2
+#: Most input sets that a probe runs: all that `tune` and the corpus have. One near a decision of the
+#: model can lose a thousand times as much as the others.
+SETS = 8
 
 #: Log10 errors beyond these are told apart no further.
 SMALLEST, LARGEST = -6.0, 0.5

@@ -1,7 +1,7 @@
 """Graphs whose numbers are rounded as a compiler's precision would round them.
 
 Owns the rewriting: ONNX graph in, ONNX graph out, which still computes in float32 but lets through
-only what bf16, fp16 or int8 can hold. Runs nothing; `probes.py` does. Branches and loops keep their
+only what bf16, fp16, TF32 or int8 can hold. Runs nothing; `probes.py` does. Branches and loops keep their
 inner graphs as they are.
 """
 
@@ -26,12 +26,14 @@ _NOT_ROUNDED = frozenset({"Constant", "ConstantOfShape", "Cast", "Shape", "If", 
 #: Operators that read sizes, not numbers, from all inputs but the first.
 _SIZED = frozenset({"Resize", "Upsample"})
 
-#: Axis of a weight that has a scale for each index; the others have a scale for the whole tensor.
-#: It is the axis of the output channels, but for a Gemm that transposes its weight: its scales go
-#: by input channel, and stay so, since the released policies were trained on probes made so.
+#: Axis of the output channels of a weight, each of which has a scale; the weights of other
+#: operators have a scale for the whole tensor. A Gemm may transpose its weight.
 _CHANNELS = {"Conv": 0, "ConvTranspose": 1, "MatMul": -1, "Gemm": -1}
 
 Array = NDArray[np.float32]
+
+#: What a float32 is multiplied with to be split behind its eleventh bit.
+SPLITTER = np.array(2**13 + 1, np.float32)
 
 
 def to_bf16(values: Array) -> Array:
@@ -46,6 +48,14 @@ def to_fp16(values: Array) -> Array:
     """Round to the nearest fp16; what is too large becomes the largest."""
     largest = float(np.finfo(np.float16).max)
     return np.clip(values, -largest, largest).astype(np.float16).astype(np.float32)
+
+
+def to_tf32(values: Array) -> Array:
+    """Round to the ten bits of TF32, at float32's range; what would overflow on the way stays."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        large = np.asarray(values, np.float32) * SPLITTER
+        rounded = large - (large - values)
+    return np.where(np.isfinite(rounded), rounded, values).astype(np.float32)
 
 
 def to_int8(values: Array, axis: int | None) -> Array:
@@ -71,18 +81,63 @@ def in_16_bits(model: onnx.ModelProto, *, brain: bool) -> onnx.ModelProto:
     """
     from onnx import TensorProto, helper
 
+    wanted = TensorProto.BFLOAT16 if brain else TensorProto.FLOAT16
+
+    def cast(exact: str, name: str) -> list[onnx.NodeProto]:
+        return [
+            helper.make_node("Cast", [exact], [f"{name}::16"], to=wanted),
+            helper.make_node("Cast", [f"{name}::16"], [name], to=TensorProto.FLOAT),
+        ]
+
+    return _everywhere(model, to_bf16 if brain else to_fp16, cast)
+
+
+def in_tf32(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Every weight and every activation to the ten bits of TF32; what the graph is fed stays.
+
+    No ONNX type holds TF32; x * (2**13 + 1) - (x * (2**13 + 1) - x) rounds to its bits in float32
+    (Veltkamp's splitting).
+
+    Args:
+        model: A graph with inferred shapes, so that the type of each value is known.
+    """
+    from onnx import helper, numpy_helper
+
+    def split(exact: str, name: str) -> list[onnx.NodeProto]:
+        return [
+            helper.make_node("Mul", [exact, "::splitter"], [f"{name}::large"]),
+            helper.make_node("Sub", [f"{name}::large", exact], [f"{name}::rest"]),
+            helper.make_node("Sub", [f"{name}::large", f"{name}::rest"], [name]),
+        ]
+
+    rounded = _everywhere(model, to_tf32, split)
+    rounded.graph.initializer.append(numpy_helper.from_array(SPLITTER, "::splitter"))
+    return rounded
+
+
+def _everywhere(
+    model: onnx.ModelProto,
+    change: Callable[[Array], Array],
+    nodes: Callable[[str, str], list[onnx.NodeProto]],
+) -> onnx.ModelProto:
+    """A graph whose float32 weights are changed and whose float32 results go through nodes.
+
+    Args:
+        model: A graph with inferred shapes.
+        change: Of a weight.
+        nodes: The nodes from the name of a result to the name that others read.
+    """
+    from onnx import TensorProto
+
     rounded, found = _copy(model), []
     kinds = _kinds(model)
-    wanted = TensorProto.BFLOAT16 if brain else TensorProto.FLOAT16
-    _change_weights(rounded, None, lambda array, _: (to_bf16 if brain else to_fp16)(array))
+    _change_weights(rounded, None, lambda array, _: change(array))
     for node in rounded.graph.node:
         found.append(node)
         for place, name in enumerate(node.output):
-            if node.op_type in _NOT_ROUNDED or kinds.get(name) != TensorProto.FLOAT:
-                continue
-            node.output[place] = f"{name}::exact"
-            found.append(helper.make_node("Cast", [f"{name}::exact"], [f"{name}::16"], to=wanted))
-            found.append(helper.make_node("Cast", [f"{name}::16"], [name], to=TensorProto.FLOAT))
+            if node.op_type not in _NOT_ROUNDED and kinds.get(name) == TensorProto.FLOAT:
+                node.output[place] = f"{name}::exact"
+                found.extend(nodes(f"{name}::exact", name))
     return _with_nodes(rounded, found)
 
 
@@ -115,6 +170,13 @@ def in_int8(
                 node.input[place] = f"{codes[0]}::x"
         found.append(node)
     return _with_nodes(rounded, found)
+
+
+def _channels(node: onnx.NodeProto) -> int | None:
+    """Axis of the output channels of an operator's weight; None where it has one scale."""
+    if node.op_type == "Gemm" and any(a.name == "transB" and a.i for a in node.attribute):
+        return 0
+    return _CHANNELS.get(node.op_type)
 
 
 def _copy(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -171,7 +233,7 @@ def _change_weights(
         elif operators is not None and node.op_type in operators:
             for name in node.input[1 : 3 if node.op_type in _RECURRENT else 2]:
                 if name in constant:
-                    axes.setdefault(name, _CHANNELS.get(node.op_type))
+                    axes.setdefault(name, _channels(node))
     for name, axis in axes.items():
         tensor = constant[name]
         if tensor.data_type != TensorProto.FLOAT:

@@ -38,7 +38,8 @@ from routepilot.env.features import PROBES
 from routepilot.env.likeness import Kernel, encode, joint, relevance, route_likeness, telling
 from routepilot.env.precedents import PrecedentTable
 from routepilot.env.records import RouteTable
-from routepilot.env.routes import Catalog, Route
+from routepilot.env.roundings import Roundings
+from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
 
 #: Most outcomes that a surrogate is conditioned on: its cost grows with their cube. A larger table
 #: is told by those of its routes that say most about the others.
@@ -91,13 +92,23 @@ class Surrogate:
         if known.sum() > MOST_OUTCOMES:
             count = max(1, MOST_OUTCOMES // len(self.models))
         self._told = telling(self._routes_alike, known, count)
+        codes = [self._codes[places] for places in self._places]
+        told = [self._told[places] for places in self._places]
+        self._roundings = Roundings(self.catalog, self.models, codes, told)
+        expected = [
+            self._roundings.expected(code, m.card.features)
+            for m, code in zip(self.models, codes, strict=True)
+        ]
         self._speed = self._condition(
             [np.clip(m.log_speedup, -CLIP, CLIP) for m in self.models],
             [np.hypot(m.noise, SPEED_NOISE) for m in self.models],
             (scales or Scales()).speed,
         )
         self._loss = self._condition(
-            [np.array([log_loss(x) for x in m.loss]) for m in self.models],
+            [
+                np.array([log_loss(x) for x in m.loss]) - e
+                for m, e in zip(self.models, expected, strict=True)
+            ],
             [np.array([loss_noise(x) for x in m.loss]) for m in self.models],
             (scales or Scales()).loss,
             probed=True,
@@ -106,7 +117,7 @@ class Surrogate:
     @property
     def scales(self) -> Scales:
         """Scales of the signals, as the records have them."""
-        return Scales(self._speed.scale, self._loss.scale)
+        return Scales(self._speed.scale, self._roundings.scale if self.models else self._loss.scale)
 
     def blank(self, catalog: Catalog) -> Surrogate:
         """A surrogate for another catalog: these scales and this kernel, and no records."""
@@ -143,6 +154,12 @@ class Surrogate:
             likeness = self.kernel.beside * likeness + moved
             own = self.kernel.beside * own + itself
         loss = self._loss.posterior(likeness, cross, own * prior)
+        if self.models:
+            known_values = self._roundings.knows(codes, encode(scale, [DEFAULT_ROUTE], catalog)[0])
+            usual, spread = self._roundings.scale
+            loss.mean += np.where(known_values, self._roundings.expected(codes, features), usual)
+            wider = np.where(known_values, 1.0, max(spread / self._loss.scale[1], 1.0))
+            loss.cov *= np.outer(wider, wider)
         seconds = self._seconds
         mean_seconds = float(np.mean(list(seconds.values()))) if seconds else 1.0
         return Belief(

@@ -67,6 +67,16 @@ class ModelReplay:
         """
         return np.array([outcome.gain for outcome in self.outcomes])
 
+    @cached_property
+    def other(self) -> Floats:
+        """1 where a route's engine is another than the default's, 0 where it is the same.
+
+        NaN where either hash is not on record, as of a build that failed.
+        """
+        own = self.default.engine_hash
+        hashes = [outcome.engine_hash for outcome in self.outcomes]
+        return np.array([float(h != own) if h and own else math.nan for h in hashes])
+
     @property
     def oracle(self) -> float:
         """Best recorded gain; 0 when the default route is best."""
