@@ -230,6 +230,22 @@ def test_a_killed_compile_is_tried_again_and_blamed_on_who_killed_it(
     assert "-lower_grouped_deconv=off" not in json.loads(kept.read_text())
 
 
+@needs_rtx
+def test_the_real_compiler_is_killed_by_the_kernel(
+    tiny: Model,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    in_small_group: Callable[[int], type[Child]],
+) -> None:
+    """TensorRT-RTX in a control group too small for it: nothing here is made up."""
+    before = child_module.memory_kills()
+    monkeypatch.setattr(liveness_pool, "Child", in_small_group(32 << 20))
+    with pytest.raises(MachineError, match=r"did not come to be here: killed by the system, out of"):
+        sweep(tiny, tmp_path, "-copy_ppg")
+    assert before is not None and (child_module.memory_kills() or 0) >= before + 2
+    assert list(tmp_path.glob("*.json")) == []  # nothing is known of the model
+
+
 @pytest.mark.usefixtures("hostile")
 def test_a_default_that_is_killed_is_no_fault_of_the_model(
     tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
