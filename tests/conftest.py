@@ -76,4 +76,6 @@ def _make_group(limit_bytes: int) -> Path:
                 (group / "memory.swap.max").write_text("0")
             return group
         group.rmdir()
-    pytest.skip(f"no control group with a memory limit here: {'; '.join(refusals) or 'none listed'}")
+    pytest.skip(
+        f"no control group with a memory limit here: {'; '.join(refusals) or 'none listed'}"
+    )
