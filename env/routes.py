@@ -172,12 +172,15 @@ class Catalog:
         version: Opaque equality key, e.g. the tuner version.
         knobs: In the vendor's order.
         requirements: Combinations that mean nothing are masked by these.
+        settled: Routes (canonical strings) that need not be built -> why: they are known to give
+            the default's engine. Routes that hold their settings beside others are not.
     """
 
     name: str
     version: str
     knobs: tuple[Knob, ...]
     requirements: tuple[Requirement, ...] = ()
+    settled: Mapping[str, str] = field(default_factory=dict, hash=False)
     _order: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -248,6 +251,8 @@ class Catalog:
 
     def objection(self, route: Route) -> str | None:
         """Why this combination means nothing, or None when it is legal."""
+        if self.settled and str(route) in self.settled:
+            return f"{route} need not be built: {self.settled[str(route)]}"
         for rule in self.requirements:
             value = route.values.get(rule.knob)
             if value is None or value == self[rule.knob].default:

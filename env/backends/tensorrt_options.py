@@ -82,14 +82,18 @@ class TensorRtOptions:
     plans: Plans = Plans.ALL
     quantizer: Quantizer = Quantizer.ONNXRUNTIME
 
+    def building(self) -> dict[str, int]:
+        """Those that every build shares and that may change an engine, by name."""
+        names = ("workspace_mib", "tactic_shared_kib", "avg_timing", "optimization_level")
+        return {name: getattr(self, name) for name in names}
+
     def measuring(self) -> dict[str, str]:
         """Those that change a figure, by name; part of the target."""
         words = {"channel": self.channel.value, "timing_cache": self.timing_cache.value}
-        names = "capability workspace_mib tactic_shared_kib avg_timing optimization_level"
-        for name in names.split():
-            value = getattr(self, name)
-            if value != getattr(TensorRtOptions(), name):
-                words[name] = str(value)
+        if self.capability:
+            words["capability"] = self.capability
+        usual = TensorRtOptions().building()
+        words |= {n: str(v) for n, v in self.building().items() if v != usual[n]}
         if self.quantizer is not Quantizer.ONNXRUNTIME:
             words["quantizer"] = self.quantizer.value
         return words
