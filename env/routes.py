@@ -373,6 +373,11 @@ def parse_expression(text: str, catalog: Catalog) -> Expression:
     terms: dict[str, tuple[str, ...]] = {}
     varying: set[str] = set()
     for token in split_expression(text):
+        if any(mark in token for mark in "'\"") or token.startswith("--"):
+            raise RouteError(
+                f"token {token!r} belongs to a shell; give the expression alone, without quotation"
+                " marks and without --tuneBuildRoutes="
+            )
         name, equals, right = token.partition("=")
         if not equals:
             raise RouteError(f"token {token!r} has no '='; write -knob=value or -knob=[a|b]")
@@ -398,9 +403,11 @@ def read_expression_file(path: Path, catalog: Catalog) -> Expression:
         RouteError: The file cannot be read, or as `parse_expression`.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows puts a mark at the beginning
     except (OSError, ValueError) as error:
-        raise RouteError(f"route file {str(path)!r} cannot be read: {error}") from None
+        raise RouteError(
+            f"route file {str(path)!r} cannot be read: {error}; it must be a text file in UTF-8"
+        ) from None
     return parse_expression(" ".join(text.split()), catalog)
 
 
