@@ -3,11 +3,11 @@
 Owns the masks that liveness gives. A knob goes when the model's operators rule it out, whatever
 else a route says. A change is masked where the user's own compiler gave the default engine for it,
 byte by byte: that change alone, since beside another it may act all the same (of some 2,480 pairs
-of a live and an identical change of the corpus model `unet` 7 do). A value with which the compiler gave
-no engine is masked beside others too; that was seen on the model as it is, so it holds only while a
-route leaves the precision alone. Knows no agent and compiles nothing. What a run itself finds equal
-is left out by its agent (`agents/base.py`), in the order told, so that a run that is resumed asks
-what it asked.
+of a live and an identical change of the corpus model `unet` 7 do). A value with which the compiler
+gave no engine is masked beside others too; that was seen on the model as it is, so it holds only
+while a route leaves the precision alone. Knows no agent and compiles nothing. What a run itself
+finds equal is left out by its agent (`agents/base.py`), in the order told, so that a run that is
+resumed asks what it asked.
 """
 
 from __future__ import annotations

@@ -117,6 +117,10 @@ NAMES: dict[str, str] = {
 }
 
 
+#: Options that mean nothing to a backend, which refuses them with the reason.
+_NOT_OF = {"tensorrt": ("capability",), "tensorrt_rtx": ("channel", "timing_cache", "cache_file")}
+
+
 def read_options(backend: str, given: Mapping[str, str]) -> TensorRtOptions:
     """Typed options of a backend from words.
 
@@ -134,8 +138,9 @@ def read_options(backend: str, given: Mapping[str, str]) -> TensorRtOptions:
         if name == "threads":
             continue
         if name not in NAMES:
+            taken = [n for n in NAMES if n not in _NOT_OF.get(backend, ())]
             raise InputError(
-                f"backend option {name!r} does not exist; {backend} takes: {', '.join(NAMES)}"
+                f"backend option {name!r} does not exist; {backend} takes: {', '.join(taken)}"
             )
         values[name] = _read(name, word)
     options = TensorRtOptions(**values)  # type: ignore[arg-type]
@@ -180,7 +185,9 @@ def _read(name: str, word: str) -> object:
         return word == "on"
     if kinds[name] == "int":
         if not (word.isascii() and word.isdigit()):
-            raise InputError(f"backend option {name}={word!r} is not allowed; give a number")
+            raise InputError(
+                f"backend option {name}={word!r} is not allowed; give a number, 0 or more"
+            )
         if name == "optimization_level" and int(word) not in LEVELS:
             raise InputError(f"backend option {name}={word} is not allowed; allowed: 0 to 5")
         return int(word)

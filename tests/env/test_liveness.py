@@ -43,6 +43,8 @@ def test_changes_cover_every_knob() -> None:
     assert single_changes(["-kgen:tiling"]) == ["-kgen:tiling=0", "-kgen:tiling=1"]
     with pytest.raises(RouteError, match="-no_such_knob"):
         single_changes(["-no_such_knob"])
+    with pytest.raises(RouteError, match=r"did you mean -kgen:tiling\?"):
+        single_changes(["kgen:tiling"])
 
 
 @needs_rtx
