@@ -74,7 +74,7 @@ def make_problem(
     limit = session.config.gate.limit
     if expression is not None:
         backend = session.backend
-        left_out = backend.left_out() if isinstance(backend, LeavesOut) else {}
+        left_out = backend.left_out() if isinstance(backend, LeavesOut) else None
         parsed = read_expression(expression, session.catalog, left_out)
         who = f"agent {agent}"
         return Problem(
