@@ -75,14 +75,37 @@ def one_line(text: str) -> str:
     return line if len(line) <= QUOTE_LENGTH else line[: QUOTE_LENGTH - 3] + "..."
 
 
-def machine_memory_bytes() -> int:
-    """Memory this process may hope for: the machine's, or the control group's if that is less."""
-    total = int(psutil.virtual_memory().total)
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+def memory_groups(listed: str | None = None) -> list[Path]:
+    """Folders of the control groups that may limit this process's memory, its own first.
+
+    Args:
+        listed: Text of `/proc/self/cgroup`; read from there when None. In a container it may name
+            the host's folders, which are not there: the topmost is the container's then.
+    """
+    if listed is None:
         try:
-            total = min(total, int(Path(name).read_text()))
-        except (OSError, ValueError):  # no such control group, or "max"
-            continue
+            listed = Path("/proc/self/cgroup").read_text()
+        except OSError:
+            return []
+    found = []
+    for line in listed.splitlines():
+        _, controllers, path = line.split(":", 2)
+        top = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
+        if "memory" in controllers.split(",") or not controllers:
+            parts = [part for part in path.split("/") if part not in ("", "..")]
+            found += [top.joinpath(*parts[:n]) for n in range(len(parts), -1, -1)]
+    return found
+
+
+def machine_memory_bytes() -> int:
+    """Memory this process may hope for: the machine's, or a control group's if that is less."""
+    total = int(psutil.virtual_memory().total)
+    for group in memory_groups():
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            try:
+                total = min(total, int((group / name).read_text()))
+            except (OSError, ValueError):  # no such control group, or "max"
+                continue
     return total
 
 

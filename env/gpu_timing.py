@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routepilot.env.errors import MachineError, MissingExtraError
+from routepilot.env.errors import MachineError, MissingExtraError, RoutePilotError
 
 #: Enqueues one inference on a stream (an integer handle); False or an exception means failure.
 Launch = Callable[[int], object]
@@ -362,6 +362,10 @@ def self_check(index: int = 0) -> dict[str, Any]:
     from routepilot.env.measure import TimingPlan, measure_paired
 
     gpu = Gpu(index)
+    if not torch.cuda.is_available():
+        raise MissingExtraError(
+            f"PyTorch {torch.__version__} sees no GPU; install a build of PyTorch with CUDA"
+        )
     torch.cuda.set_device(index)
     plan = TimingPlan(margin=0.0, min_rounds=30, max_rounds=30, warmup_seconds=1.0)
     report: dict[str, Any] = {"device": gpu.name, "driver": gpu.driver, "workloads": {}}
@@ -442,4 +446,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except RoutePilotError as error:
+        print(f"routepilot: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

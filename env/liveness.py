@@ -12,6 +12,7 @@ order in which the compiler lists the outputs, which it changes at will.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import time
@@ -114,9 +115,11 @@ def single_changes(knobs: Iterable[str] | None = None) -> list[str]:
     names = {knob.name for knob in known_knobs()}
     for name in wanted or ():
         if name not in names:
+            near = difflib.get_close_matches(name, sorted(names), n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
             raise RouteError(
-                f"knob {name!r} is not one of the {len(names)} that can be swept; `routepilot"
-                " knobs --backend tensorrt_rtx` lists them"
+                f"knob {name!r} is not one of the {len(names)} that can be swept; {hint}`routepilot"
+                " knobs --backend tensorrt_rtx -O unsafe=on` lists them"
             )
     chosen = [knob for knob in known_knobs() if wanted is None or knob.name in wanted]
     return [f"{knob.name}={value}" for knob in chosen for value in knob.alternatives]

@@ -30,19 +30,20 @@ def operator_rules() -> tuple[tuple[str, tuple[frozenset[str], ...]], ...]:
 
 
 def operator_types(path: Path) -> frozenset[str]:
-    """Operators of an ONNX file, those of subgraphs among them."""
+    """Operators of an ONNX file, those of subgraphs and of its own functions among them."""
     import onnx
 
-    def of(graph: Any) -> set[str]:
+    def of(body: Any) -> set[str]:
         found = set()
-        for node in graph.node:
+        for node in body.node:
             found.add(node.op_type)
             for attribute in node.attribute:
                 for sub in (attribute.g, *attribute.graphs):
                     found |= of(sub)
         return found
 
-    return frozenset(of(onnx.load(path, load_external_data=False).graph))
+    proto = onnx.load(path, load_external_data=False)
+    return frozenset().union(*map(of, (proto.graph, *proto.functions)))
 
 
 def ruled_out(operators: Iterable[str], names: Iterable[str]) -> dict[str, str]:

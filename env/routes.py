@@ -172,12 +172,15 @@ class Catalog:
         version: Opaque equality key, e.g. the tuner version.
         knobs: In the vendor's order.
         requirements: Combinations that mean nothing are masked by these.
+        settled: Routes (canonical strings) that need not be built -> why: they are known to give
+            the default's engine. Routes that hold their settings beside others are not.
     """
 
     name: str
     version: str
     knobs: tuple[Knob, ...]
     requirements: tuple[Requirement, ...] = ()
+    settled: Mapping[str, str] = field(default_factory=dict, hash=False)
     _order: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -248,6 +251,8 @@ class Catalog:
 
     def objection(self, route: Route) -> str | None:
         """Why this combination means nothing, or None when it is legal."""
+        if self.settled and str(route) in self.settled:
+            return f"{route} need not be built: {self.settled[str(route)]}"
         for rule in self.requirements:
             value = route.values.get(rule.knob)
             if value is None or value == self[rule.knob].default:
@@ -368,6 +373,11 @@ def parse_expression(text: str, catalog: Catalog) -> Expression:
     terms: dict[str, tuple[str, ...]] = {}
     varying: set[str] = set()
     for token in split_expression(text):
+        if any(mark in token for mark in "'\"") or token.startswith("--"):
+            raise RouteError(
+                f"token {token!r} belongs to a shell; give the expression alone, without quotation"
+                " marks and without --tuneBuildRoutes="
+            )
         name, equals, right = token.partition("=")
         if not equals:
             raise RouteError(f"token {token!r} has no '='; write -knob=value or -knob=[a|b]")
@@ -393,9 +403,11 @@ def read_expression_file(path: Path, catalog: Catalog) -> Expression:
         RouteError: The file cannot be read, or as `parse_expression`.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows puts a mark at the beginning
     except (OSError, ValueError) as error:
-        raise RouteError(f"route file {str(path)!r} cannot be read: {error}") from None
+        raise RouteError(
+            f"route file {str(path)!r} cannot be read: {error}; it must be a text file in UTF-8"
+        ) from None
     return parse_expression(" ".join(text.split()), catalog)
 
 

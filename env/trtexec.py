@@ -119,10 +119,11 @@ def read_tuning_cache(path: Path) -> TuningCache:
             truncated last row is left out with a note.
     """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         raise TableError(f"tuning cache {str(path)!r} cannot be read: {error}") from None
-    lines = [line for line in lines if line.strip()]
+    # Not `splitlines`: a compiler's message may hold what Unicode takes for the end of a line.
+    lines = [line for line in text.split("\n") if line.strip()]
     try:
         header = json.loads(lines[0])
         tuner, expression = str(header["tuner_version"]), str(header["tuning_expr"])
@@ -167,11 +168,13 @@ def _row(data: Mapping[str, Any], before: Sequence[Row]) -> Row:
     if before and index <= before[-1].index:
         phase += 1
     losses, took = data.get("accuracy_loss"), data.get("gpu_time")
+    if not isinstance(data["crash"], bool):
+        raise TypeError("crash is neither true nor false")
     return Row(
         phase=phase,
         index=index,
         route=str(data["build_route"]),
-        crashed=bool(data["crash"]),
+        crashed=data["crash"],
         message=str(data.get("error_message") or ""),
         losses=None
         if losses is None
@@ -201,7 +204,7 @@ def cache_catalog(cache: TuningCache) -> Catalog:
         defaults = tuple((knob.name, knob.default) for knob in shipped)
     seen: dict[str, dict[str, None]] = {}
     for row in cache.rows:
-        for name, value in Route.read(row.route).settings:
+        for name, value in _read_route(row).settings:
             seen.setdefault(name, {})[value] = None
     knobs = []
     for name, default in defaults:
@@ -252,21 +255,35 @@ def cache_records(
     return found
 
 
-def _route(row: Row, catalog: Catalog) -> Route:
+def _read_route(row: Row) -> Route:
     try:
-        return catalog.parse(row.route)
+        return Route.read(row.route)
     except RouteError as error:
         raise TableError(f"row {row.index} of phase {row.phase}: {error}") from None
 
 
-def _is_good(row: Row) -> bool:
-    lost = row.losses is not None and any(math.isnan(v) for v in row.losses.values())
-    return not (row.crashed or row.message or lost) and bool(row.gpu_time_ms)
+def _route(row: Row, catalog: Catalog) -> Route:
+    try:
+        return catalog.route(_read_route(row).values)
+    except RouteError as error:
+        raise TableError(f"row {row.index} of phase {row.phase}: {error}") from None
+
+
+def _fault(row: Row) -> str:
+    """Why a row is not good; empty for one that is."""
+    if row.message or row.crashed:
+        return row.message or "it crashed without a message"
+    if row.losses is not None and any(math.isnan(v) for v in row.losses.values()):
+        return "a loss is not a number"
+    took = row.gpu_time_ms
+    if took is None or not (math.isfinite(took) and took > 0):
+        return f"its time of {'nothing' if took is None else f'{took:g} ms'} is no time"
+    return ""
 
 
 def _default_ms(cache: TuningCache, catalog: Catalog) -> float | None:
     for row in cache.rows:
-        if _is_good(row) and _route(row, catalog).is_default:
+        if not _fault(row) and _route(row, catalog).is_default:
             return row.gpu_time_ms
     return None
 
@@ -277,12 +294,13 @@ def _outcome(row: Row, catalog: Catalog, algorithm: str, default_ms: float | Non
     losses = (
         {algorithm: math.nan if any(map(math.isnan, values)) else max(values)} if values else {}
     )
-    if not _is_good(row):
-        return Outcome(route, _status(row), row.message or "a loss is not a number", losses=losses)
+    fault = _fault(row)
+    if fault:
+        return Outcome(route, _status(row), fault, losses=losses)
     if default_ms is None or row.gpu_time_ms is None:
         reason = "the cache has no time of the default route to compare with"
         return Outcome(route, Status.OK, reason, losses=losses)
-    ratio = math.log(default_ms / row.gpu_time_ms)
+    ratio = math.log(default_ms) - math.log(row.gpu_time_ms)
     width = 0.0 if route.is_default else ASSUMED_HALF_WIDTH
     measured = Measurement(
         ratio, ratio - width, ratio + width, row.gpu_time_ms, default_ms, rounds=1, spread=width
@@ -293,7 +311,9 @@ def _outcome(row: Row, catalog: Catalog, algorithm: str, default_ms: float | Non
 def _status(row: Row) -> Status:
     if not row.crashed:
         lost = any(math.isnan(v) for v in (row.losses or {}).values())
-        return Status.INVALID_OUTPUT if lost else Status.ACCURACY_FAILED
+        # Neither a message nor a lost loss: the time is at fault, so nothing is known of it.
+        checked = Status.ACCURACY_FAILED if row.message else Status.CRASHED
+        return Status.INVALID_OUTPUT if lost else checked
     # A build that fails in good order leaves no result file either, so it is written as a crash.
     missing = "missing tuning result file" in row.message and "signal" not in row.message
     return Status.BUILD_FAILED if missing else Status.CRASHED

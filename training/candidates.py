@@ -5,6 +5,7 @@ Owns the step from a session to an agent's problem. Knows no particular agent.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +13,8 @@ from pathlib import Path
 from routepilot.agents import NEEDS_POLICY
 from routepilot.agents.base import Problem
 from routepilot.env import probes
-from routepilot.env.backends.base import Narrows
-from routepilot.env.errors import InputError
+from routepilot.env.backends.base import LeavesOut, Narrows
+from routepilot.env.errors import InputError, RouteError
 from routepilot.env.inert import Narrowed
 from routepilot.env.liveness_prior import EVEN_CHANCE, LivenessPrior, expected_liveness
 from routepilot.env.operator_rules import operator_types
@@ -72,7 +73,9 @@ def make_problem(
         )
     limit = session.config.gate.limit
     if expression is not None:
-        parsed = read_expression(expression, session.catalog)
+        backend = session.backend
+        left_out = backend.left_out() if isinstance(backend, LeavesOut) else None
+        parsed = read_expression(expression, session.catalog, left_out)
         who = f"agent {agent}"
         return Problem(
             session.catalog,
@@ -148,15 +151,40 @@ def likely_first(catalog: Catalog, acts: Mapping[str, float]) -> Expression:
     return Expression(tuple(sorted(everything.terms, key=chance)), everything.varying)
 
 
-def read_expression(expression: str | Path, catalog: Catalog) -> Expression:
+def read_expression(
+    expression: str | Path, catalog: Catalog, left_out: Mapping[str, str] | None = None
+) -> Expression:
     """An expression, or the file of one, against a catalog.
 
+    Args:
+        expression: The expression, or its file.
+        catalog: The knobs.
+        left_out: Knobs that the backend keeps out of its catalog, each with the reason.
+
     Raises:
-        RouteError: It does not fit.
+        RouteError: It does not fit, or none of its routes means anything.
     """
-    if isinstance(expression, Path):
-        return read_expression_file(expression, catalog)
-    return parse_expression(expression, catalog)
+    try:
+        if isinstance(expression, Path):
+            found = read_expression_file(expression, catalog)
+        else:
+            found = parse_expression(expression, catalog)
+    except RouteError as error:
+        for name, why in (left_out or {}).items():
+            if f"token '{name}=" in str(error):
+                raise RouteError(
+                    f"knob {name} is left out, since it {why}; -O unsafe=on takes it in"
+                ) from None
+        raise
+    objection = None
+    settings = itertools.chain(found.fast(catalog), found.full())
+    for one in itertools.islice(settings, MOST_ROUTES):
+        objection = catalog.objection(catalog.route(one))
+        if objection is None:
+            return found
+    if found.count_full() < MOST_ROUTES and objection is not None:
+        raise RouteError(f"no route of the expression means anything: {objection}")
+    return found
 
 
 def lay_out(expression: Expression, catalog: Catalog, who: str) -> tuple[Route, ...]:

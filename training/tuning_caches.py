@@ -6,6 +6,7 @@ records. Measures nothing.
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def format_of_file(path: Path, wanted: Format) -> Format:
         return Format.TABLE if wanted is Format.AUTO else wanted
     with path.open("rb") as file:
         head = file.read(64)
-    text = head.lstrip()[:1] == b"{" and not head.startswith(PARQUET_MAGIC)
+    head = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    text = head[:1] == b"{" and not head.startswith(PARQUET_MAGIC)
     return Format.TRTEXEC if text else Format.TABLE
 
 

@@ -45,6 +45,7 @@ from routepilot.env.backends.tensorrt_options import (
     Channel,
     Plans,
     Quantizer,
+    TensorRtOptions,
     TimingCache,
     read_options,
 )
@@ -214,8 +215,9 @@ class TensorRtBackend:
     def narrowed(self, model: Model) -> Narrowed:
         """The catalog without what is proved inert; see `base.Narrows`.
 
-        A sweep of `routepilot live` counts for TensorRT-RTX alone; for TensorRT it is a hint, since
-        another compiler proves nothing about this one.
+        A sweep of `routepilot live` counts for TensorRT-RTX alone, of this very version and without
+        limits of memory pools, as the sweep was made; otherwise it is a hint, since another
+        compiler, or other settings, prove nothing about this one.
         """
         from routepilot.env.inert import narrow
         from routepilot.env.liveness import recalled
@@ -224,7 +226,11 @@ class TensorRtBackend:
             return narrow(self.catalog(), model, None, hint=recalled(model))
         capability = self.capability or (self._gpu.capability if self._gpu else "")
         swept = recalled(model, compute_capability=capability)
-        return narrow(self.catalog(), model, swept, own=True)
+        if swept is not None and swept.compiler != f"TensorRT-RTX {self._trt.__version__}":
+            swept = None  # another one is installed beside the one that is loaded
+        alike = self.options.building() == TensorRtOptions().building()
+        proof, hint = (swept, None) if alike else (None, swept)
+        return narrow(self.catalog(), model, proof, hint, own=True)
 
     def target(self) -> Target:
         """GPU, versions and settings; see `base.Backend`."""

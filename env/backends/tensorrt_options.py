@@ -82,14 +82,18 @@ class TensorRtOptions:
     plans: Plans = Plans.ALL
     quantizer: Quantizer = Quantizer.ONNXRUNTIME
 
+    def building(self) -> dict[str, int]:
+        """Those that every build shares and that may change an engine, by name."""
+        names = ("workspace_mib", "tactic_shared_kib", "avg_timing", "optimization_level")
+        return {name: getattr(self, name) for name in names}
+
     def measuring(self) -> dict[str, str]:
         """Those that change a figure, by name; part of the target."""
         words = {"channel": self.channel.value, "timing_cache": self.timing_cache.value}
-        names = "capability workspace_mib tactic_shared_kib avg_timing optimization_level"
-        for name in names.split():
-            value = getattr(self, name)
-            if value != getattr(TensorRtOptions(), name):
-                words[name] = str(value)
+        if self.capability:
+            words["capability"] = self.capability
+        usual = TensorRtOptions().building()
+        words |= {n: str(v) for n, v in self.building().items() if v != usual[n]}
         if self.quantizer is not Quantizer.ONNXRUNTIME:
             words["quantizer"] = self.quantizer.value
         return words
@@ -113,6 +117,10 @@ NAMES: dict[str, str] = {
 }
 
 
+#: Options that mean nothing to a backend, which refuses them with the reason.
+_NOT_OF = {"tensorrt": ("capability",), "tensorrt_rtx": ("channel", "timing_cache", "cache_file")}
+
+
 def read_options(backend: str, given: Mapping[str, str]) -> TensorRtOptions:
     """Typed options of a backend from words.
 
@@ -130,8 +138,9 @@ def read_options(backend: str, given: Mapping[str, str]) -> TensorRtOptions:
         if name == "threads":
             continue
         if name not in NAMES:
+            taken = [n for n in NAMES if n not in _NOT_OF.get(backend, ())]
             raise InputError(
-                f"backend option {name!r} does not exist; {backend} takes: {', '.join(NAMES)}"
+                f"backend option {name!r} does not exist; {backend} takes: {', '.join(taken)}"
             )
         values[name] = _read(name, word)
     options = TensorRtOptions(**values)  # type: ignore[arg-type]
@@ -176,7 +185,9 @@ def _read(name: str, word: str) -> object:
         return word == "on"
     if kinds[name] == "int":
         if not (word.isascii() and word.isdigit()):
-            raise InputError(f"backend option {name}={word!r} is not allowed; give a number")
+            raise InputError(
+                f"backend option {name}={word!r} is not allowed; give a number, 0 or more"
+            )
         if name == "optimization_level" and int(word) not in LEVELS:
             raise InputError(f"backend option {name}={word} is not allowed; allowed: 0 to 5")
         return int(word)

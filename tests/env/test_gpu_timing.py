@@ -6,8 +6,10 @@ On a real GPU `python -m routepilot.env.gpu_timing` holds it to PyTorch's events
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -153,3 +155,12 @@ def test_the_condition_is_of_the_device_of_this_uuid(
     assert gpu.condition() == {"clock_mhz": 1500, "throttled": True, "processes": 2}
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpu.condition() == {}
+
+
+@pytest.mark.skipif(find_spec("cuda") is not None, reason="may have a GPU")
+def test_the_self_check_without_a_gpu_says_so_in_one_line() -> None:
+    command = [sys.executable, "-m", "routepilot.env.gpu_timing"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert done.stderr.startswith("routepilot: timing on a GPU needs") and not done.stdout
+    assert len(done.stderr.splitlines()) == 1

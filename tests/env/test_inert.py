@@ -11,6 +11,7 @@ import pytest
 from routepilot.env.backends import load_backend
 from routepilot.env.backends.base import Narrows
 from routepilot.env.backends.tensorrt_catalog import make_catalog, shipped_routes_json
+from routepilot.env.backends.tensorrt_compiler import Compiler, Plan, Settings, find_module
 from routepilot.env.inert import narrow
 from routepilot.env.liveness import Liveness, live, recalled
 from routepilot.env.models import Model
@@ -45,13 +46,20 @@ def test_knobs_of_variants_stay(tiny: Model) -> None:
     assert "-quantize_ppg" in narrow(CATALOG, tiny, None).catalog
 
 
-def test_proved_values_are_masked_at_the_models_precision_alone(tiny: Model) -> None:
+def test_what_is_proved_is_masked_and_no_more(tiny: Model) -> None:
     sweep = swept(("-slice_fusion=off",), {"-kgen:tiling=1": "CHECK failed"})
     catalog = narrow(CATALOG, tiny, sweep).catalog
     assert "byte-identical" in (catalog.objection(catalog.parse("-slice_fusion=off")) or "")
-    assert "CHECK failed" in (catalog.objection(catalog.parse("-kgen:tiling=1")) or "")
-    assert catalog.is_legal(catalog.parse("-kgen:tiling=0"))
+    # Beside another change it may act.
+    assert catalog.is_legal(catalog.parse("-slice_fusion=off -kgen:tiling=0"))
+    assert catalog.is_legal(catalog.parse("-slice_fusion=off -tf32=off"))
     assert catalog.is_legal(catalog.parse("-precision=fp16 -slice_fusion=off"))
+    # What breaks the compiler is left out beside others too, at the model's precision.
+    assert "CHECK failed" in (catalog.objection(catalog.parse("-kgen:tiling=1")) or "")
+    assert not catalog.is_legal(catalog.parse("-kgen:tiling=1 -slice_elim=off"))
+    assert catalog.is_legal(catalog.parse("-precision=fp16 -kgen:tiling=1"))
+    assert catalog.is_legal(catalog.parse("-kgen:tiling=0"))
+    assert hash(catalog) != hash(CATALOG)  # the knobs differ; what is settled has no hash
 
 
 def test_a_siblings_sweep_is_a_hint_and_masks_nothing(tiny: Model) -> None:
@@ -103,3 +111,32 @@ def test_a_sweep_is_recalled_and_counts_for_its_own_compiler_alone(
     other = load_backend("tensorrt_rtx", {"capability": "8.6"})
     assert isinstance(other, Narrows)
     assert other.narrowed(tiny).masked == {}
+    # The sweep was made without limits: with one its engines may be others.
+    limited = load_backend("tensorrt_rtx", {"capability": "8.9", "workspace_mib": "64"})
+    assert isinstance(limited, Narrows)
+    hinted = limited.narrowed(tiny)
+    assert hinted.masked == {} and hinted.live == {"-kgen:tiling"}
+    # Nor does it count where another version is loaded than the one that is installed.
+    monkeypatch.setattr(limited._trt, "__version__", "1.8.0.1")  # type: ignore[attr-defined]
+    assert limited.narrowed(tiny).swept is None
+    assert backend.narrowed(tiny).masked == {}
+
+
+@needs_rtx
+def test_equal_alone_is_not_equal_in_company(
+    tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why a byte-identical change is masked alone: beside another this one acts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    inert, other = "-kgen:red_epilog_fusion:lvl=0", "-kgen:fuse_copy=off"
+    found = live(tiny, knobs=[inert.partition("=")[0], other.partition("=")[0]], jobs=1)
+    assert inert in found.identical and other in found.live
+    compiler = Compiler(find_module("tensorrt_rtx"), Settings(compute_capability="8.9"))
+    network = compiler.parse(tiny.path, {})
+    alone, both = (compiler.compile(network, flags=f) for f in (other, f"{inert} {other}"))
+    assert isinstance(alone, Plan) and isinstance(both, Plan) and alone.hash != both.hash
+    backend = load_backend("tensorrt_rtx", {})
+    assert isinstance(backend, Narrows)
+    catalog = backend.narrowed(tiny).catalog
+    assert not catalog.is_legal(catalog.parse(inert))
+    assert catalog.is_legal(catalog.parse(f"{inert} {other}"))

@@ -101,6 +101,15 @@ def test_pinned_terms_are_in_every_route_and_add_none() -> None:
         ("-cask_fusion:num_tactics=[1|2]", "unbounded"),
         ("-cask_fusion:num_tactics=int32_t", "names a type"),
         ("-kgen:tiling=0 -kgen:tiling=1", "second time"),
+        ("-kgen:tiling=[0|1] -kgen:tiling=2", "second time"),
+        ("  \t\n ", "empty"),
+        ("-peep:max=[1|2|...]", "'...'"),
+        ("-kgen:tiling=[0||1]", "'' is not allowed"),
+        ("-kgen:tiling=[0,1]", "'0,1' is not allowed"),
+        ("-kgen:tiling =[0|1]", "no '='"),
+        ("'-kgen:tiling=[0|1]'", "quotation marks"),
+        ('-kgen:tiling="0"', "quotation marks"),
+        ("--tuneBuildRoutes=-kgen:tiling=[0|1]", "without --tuneBuildRoutes="),
     ],
 )
 def test_every_error_of_the_expression_parser(text: str, words: str) -> None:
@@ -109,6 +118,25 @@ def test_every_error_of_the_expression_parser(text: str, words: str) -> None:
     assert words in str(refusal.value)
     if "=" in text:
         assert text.split()[-1].split("=")[0] in str(refusal.value)
+
+
+@pytest.mark.parametrize("space", [" ", "\t", "\n", "\r\n", "  \r\n\t"])
+def test_white_space_of_any_kind_parts_tokens(space: str) -> None:
+    text = f"{space}-kgen:tiling=[0{space}|1]{space}-peep:max=7{space}"
+    expression = parse_expression(text, TENSORRT)
+    assert expression.terms == (("-kgen:tiling", ("0", "1")), ("-peep:max", ("7",)))
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_expression_files_of_every_system_read_alike(tmp_path: Path, mark: str, end: str) -> None:
+    path = tmp_path / "routes.txt"
+    path.write_bytes(f"{mark}-kgen:tiling=[0|1]{end}-conv_lowering=off{end}".encode())
+    expression = read_expression_file(path, TENSORRT)
+    assert expression.terms == (("-kgen:tiling", ("0", "1")), ("-conv_lowering", ("off",)))
+    path.write_bytes("-kgen:tiling=[0|1]".encode("utf-16"))
+    with pytest.raises(RouteError, match="text file in UTF-8"):
+        read_expression_file(path, TENSORRT)
 
 
 def test_expression_file(tmp_path: Path) -> None:

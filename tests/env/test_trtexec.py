@@ -12,10 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routepilot.env.backends.tensorrt_catalog import make_catalog, shipped_routes_json
-from routepilot.env.errors import InputError, MachineError, TableError
+from routepilot.env.backends.tensorrt_catalog import (
+    make_catalog,
+    shipped_routes_json,
+    unsafe_knobs,
+)
+from routepilot.env.errors import InputError, MachineError, RouteError, TableError
 from routepilot.env.outcomes import Measurement, Outcome, Status
-from routepilot.env.routes import Catalog, parse_expression, sweep_expression
+from routepilot.env.routes import Catalog, combine, parse_expression, sweep_expression
 from routepilot.env.trtexec import (
     cache_catalog,
     cache_outcomes,
@@ -26,6 +30,9 @@ from routepilot.env.trtexec import (
     trial_line,
     write_tuning_cache,
 )
+from routepilot.training.candidates import read_expression
+from routepilot.training.files import Format
+from routepilot.training.tuning_caches import format_of_file
 
 EXPRESSION = "-conv_lowering=[on|off] -kgen:tiling=[0|1|2]"
 CATALOG = make_catalog("tensorrt", "11.1.0.106", shipped_routes_json())
@@ -118,6 +125,44 @@ def test_null_losses_are_not_numbers(tmp_path: Path) -> None:
     assert first.losses == {"cos": 0.5}
     assert second.status is Status.INVALID_OUTPUT
     assert not second.is_feasible
+
+
+@pytest.mark.parametrize("took", [0.0, -1.0, math.inf, math.nan])
+def test_a_time_that_is_none_is_no_success(tmp_path: Path, took: float) -> None:
+    odd = row(1, "-conv_lowering=on -kgen:tiling=0", took)
+    path = write(tmp_path / "c", FAST[0], odd)
+    _, second = cache_outcomes(cache := read_tuning_cache(path), cache_catalog(cache))
+    assert (second.status, second.measurement) == (Status.CRASHED, None)
+    assert second.reason == f"its time of {took:g} ms is no time"
+    cache = read_tuning_cache(write(tmp_path / "d", {**FAST[0], "gpu_time": took}, FAST[1]))
+    first, second = cache_outcomes(cache, cache_catalog(cache))
+    assert not first.is_feasible and second.measurement is None
+
+
+def test_a_row_without_time_or_message_says_so(tmp_path: Path) -> None:
+    timeless = {**row(1, "-kgen:tiling=0", 1.0), "gpu_time": None}
+    silent = {**row(2, "-kgen:tiling=1", 1.0), "crash": True}
+    cache = read_tuning_cache(write(tmp_path / "c", FAST[0], timeless, silent))
+    reasons = [outcome.reason for outcome in cache_outcomes(cache, cache_catalog(cache))]
+    assert reasons == ["", "its time of nothing is no time", "it crashed without a message"]
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_caches_of_every_system_read_alike(tmp_path: Path, mark: str, end: str) -> None:
+    path = write(tmp_path / "c", *FAST)
+    plain = read_tuning_cache(path)
+    path.write_bytes((mark + path.read_text().replace("\n", end)).encode())
+    assert read_tuning_cache(path) == plain
+    assert format_of_file(path, Format.AUTO) is Format.TRTEXEC
+
+
+def test_what_unicode_takes_for_the_end_of_a_line_is_none(tmp_path: Path) -> None:
+    """trtexec's JSON leaves such characters of a compiler's message as they are."""
+    message = "bad\u2028thing\x85"
+    bad = json.dumps(row(1, "-kgen:tiling=0", None, message), ensure_ascii=False)
+    cache = read_tuning_cache(write(tmp_path / "c", FAST[0], tail=bad + "\n"))
+    assert cache.rows[1].message == message and cache.notes == ()
 
 
 def test_second_phase_starts_again_and_repeats(tmp_path: Path) -> None:
@@ -326,6 +371,61 @@ def test_enumerations_are_trtexecs() -> None:
         "off/1",
         "off/2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "fast", "full"),
+    [
+        # A pair that excludes itself: the fourth of the product means nothing.
+        (
+            "-force_conv_nhwc=[on|off] -force_conv_nchw=[on|off]",
+            ["", "-force_conv_nchw=on", "-force_conv_nhwc=on"],
+            ["-force_conv_nhwc=on", "-force_conv_nchw=on", ""],
+        ),
+        # A part of what is off means nothing.
+        (
+            "-mha_fusion:v2=[on|off] -mha_fusion:v2:flash=[on|off]",
+            ["", "-mha_fusion:v2:flash=off", "-mha_fusion:v2=off"],
+            ["", "-mha_fusion:v2:flash=off", "-mha_fusion:v2=off"],
+        ),
+        # A name that is the beginning of another's, without being its parent's.
+        (
+            "-copy_ppg=[on|off] -copy_ppg_fwd=[on|off]",
+            ["", "-copy_ppg_fwd=off", "-copy_ppg=off"],
+            ["", "-copy_ppg_fwd=off", "-copy_ppg=off", "-copy_ppg=off -copy_ppg_fwd=off"],
+        ),
+        # An unbounded knob: its default is not listed, and the baseline has it all the same.
+        (
+            "-peep:max=[1|2] -cask_fusion:num_tactics=7",
+            [
+                "-cask_fusion:num_tactics=7",
+                "-peep:max=1 -cask_fusion:num_tactics=7",
+                "-peep:max=2 -cask_fusion:num_tactics=7",
+            ],
+            ["-peep:max=1 -cask_fusion:num_tactics=7", "-peep:max=2 -cask_fusion:num_tactics=7"],
+        ),
+    ],
+)
+def test_what_means_nothing_is_left_out_in_order(
+    text: str, fast: list[str], full: list[str]
+) -> None:
+    expression = parse_expression(text, CATALOG)
+    assert list(map(str, combine(CATALOG, expression.fast(CATALOG)))) == fast
+    assert list(map(str, combine(CATALOG, expression.full()))) == full
+
+
+def test_an_expression_of_which_nothing_is_left_is_refused() -> None:
+    with pytest.raises(RouteError, match="no route of the expression.*only one layout"):
+        read_expression("-force_conv_nhwc=on -force_conv_nchw=on", CATALOG)
+    assert read_expression("-force_conv_nhwc=on -force_conv_nchw=[on]", CATALOG)  # `fast` has one
+
+
+def test_a_knob_that_is_left_out_says_why() -> None:
+    unsafe = unsafe_knobs(shipped_routes_json())
+    with pytest.raises(RouteError, match="asserts a causal mask; -O unsafe=on takes it in"):
+        read_expression("-mha_fusion:v2:causal_mask=[on|off]", CATALOG, unsafe)
+    with pytest.raises(RouteError, match="did you mean"):
+        read_expression("-mha_fusion:v2:causal=[on|off]", CATALOG, unsafe)
 
 
 def test_fast_over_every_bounded_knob_counts_206() -> None:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from routepilot.env import child
+from routepilot.env import worker as worker_module
 from routepilot.env.accuracy import Gate
 from routepilot.env.child import one_line
 from routepilot.env.errors import InputError, MachineError, ModelError
@@ -198,6 +199,34 @@ def test_want_of_memory_is_told_by_the_kernel_s_count(make, monkeypatch, counts,
     monkeypatch.setattr(child, "memory_kills", lambda: next(counts))
     outcome = make().trial(route("-do=sigkill"))
     assert (outcome.status, outcome.reason) == (Status.OUT_OF_MEMORY, reason)
+
+
+def test_the_kernel_itself_kills_for_want_of_memory(in_small_group, make, monkeypatch, tmp_path):
+    """No count is made up here: the kernel kills a child at the limit of its control group."""
+    monkeypatch.setattr(worker_module, "Child", in_small_group(512 * MIB))
+    worker = make()
+    assert worker.default_outcome().is_feasible
+    before = child.memory_kills()
+    outcome = worker.trial(route("-do=eat"))
+    reason = "killed by the system, out of memory (while building)"
+    assert (outcome.status, outcome.reason) == (Status.OUT_OF_MEMORY, reason)
+    assert child.memory_kills() >= before + 2  # it was tried once more
+    assert len(pids(tmp_path)) == 2
+    assert worker.trial(route("-speed=2")).is_feasible
+
+
+def test_the_memory_of_every_control_group_above_counts(monkeypatch, tmp_path):
+    listed = "4:memory:/a/b\n3:cpu,cpuacct:/a/c\n0::/../d\n"
+    top = Path("/sys/fs/cgroup")
+    groups = child.memory_groups(listed)
+    assert groups == [top / "memory/a/b", top / "memory/a", top / "memory", top / "d", top]
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "memory.max").write_text(str(100 * MIB))
+    (tmp_path / "memory.max").write_text("max\n")
+    monkeypatch.setattr(child, "memory_groups", lambda: [tmp_path / "job", tmp_path])
+    assert child.machine_memory_bytes() == 100 * MIB
+    (tmp_path / "memory.limit_in_bytes").write_text(str(50 * MIB))
+    assert child.machine_memory_bytes() == 50 * MIB
 
 
 def test_the_kernel_s_count_is_read():

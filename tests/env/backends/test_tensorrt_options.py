@@ -52,3 +52,13 @@ def test_options_are_typed_and_the_measuring_ones_make_the_target() -> None:
 
 def test_every_option_is_described() -> None:
     assert set(NAMES) == {field.name for field in dataclasses.fields(TensorRtOptions)}
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt_rtx"])
+def test_an_option_that_does_not_exist_is_answered_with_those_that_are_taken(backend: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        read_options(backend, {"nope": "1"})
+    listed = str(refusal.value).partition("takes: ")[2].split(", ")
+    refused = {"channel", "timing_cache", "cache_file"} if backend == "tensorrt_rtx" else set()
+    refused |= {"capability"} if backend == "tensorrt" else set()
+    assert set(listed) == set(NAMES) - refused
