@@ -59,16 +59,21 @@ def make_problem(
         budget: Builds the agent may spend.
         seed: Seed of its randomness.
         expression: trtexec's route expression, or a file of one; routes of it alone are built.
-        say: Hears what was left out, and that the model is being probed where it is.
+        say: Hears what was left out, and whether the model is being probed.
 
     Raises:
         RouteError: The expression does not fit the catalog.
         InputError: It has too many routes for the agent.
     """
-    if probes.are_due(session.model.folder):
+    if session.will_probe:
         say(
             f"probing {session.model.name}: what rounding alone does to its outputs, once for a"
             f" model, {probes.DEADLINE:.0f} s at most"
+        )
+    elif session.forgoes_probes:
+        say(
+            f"what rounding does to {session.model.name} was unknown when this run began, and stays"
+            " so for its sake; a run in another folder tries again"
         )
     limit = session.config.gate.limit
     if expression is not None:
