@@ -26,7 +26,7 @@ from routepilot.env.routes import (
     read_expression_file,
     sweep_expression,
 )
-from routepilot.env.wording import counted
+from routepilot.env.wording import counted, verb
 from routepilot.training.defaults import released_liveness
 from routepilot.training.session import Say, Session, silent
 
@@ -96,7 +96,7 @@ def make_problem(
     if narrowed.dropped or narrowed.masked:
         say(
             f"left out as inert: {counted(len(narrowed.dropped), 'knob')} by the model's operators,"
-            f" {len(narrowed.masked)} values by the compiler"
+            f" {counted(len(narrowed.masked), 'value')} by the compiler"
         )
     if agent == "recentred" and acts:
         order = likely_first(narrowed.catalog, acts)
@@ -120,13 +120,17 @@ def _expected(narrowed: Narrowed, session: Session, say: Say) -> dict[str, float
     operators = operator_types(session.model.path)
     acts = expected_liveness(narrowed.catalog, operators, prior, narrowed.swept, own=narrowed.own)
     if narrowed.live:
-        say(f"first come {counted(len(narrowed.live), 'knob')} that `routepilot live` found live")
+        first = len(narrowed.live)
+        say(
+            f"first {verb(first, 'comes', 'come')} {counted(first, 'knob')} that"
+            " `routepilot live` found live"
+        )
     if prior is not None:
         never = prior.last(own=narrowed.own)
         count = sum(name in narrowed.catalog for name in never)
         say(
-            f"last come {counted(count, 'knob')} that changed no engine of"
-            f" {counted(len(prior.models), 'corpus model')}"
+            f"last {verb(count, 'comes', 'come')} {counted(count, 'knob')} that changed no engine"
+            f" of {counted(len(prior.models), 'corpus model')}"
         )
     return acts
 

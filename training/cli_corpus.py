@@ -77,7 +77,7 @@ def zoo_list(
         return
     models = sum(not row["variant_of"] for row in rows)
     console.print_table(
-        f"{counted(models, 'model')} and {len(rows) - models} other shapes of them",
+        f"{counted(models, 'model')} and {counted(len(rows) - models, 'other shape')} of them",
         ("model", "family", "split", "weights", "parameters", "licence"),
         [
             (

@@ -211,7 +211,7 @@ def engine(
         )
         return
     console.print_table(
-        f"{plan.name}: median {latency:.4f} ms over {len(times)} runs",
+        f"{plan.name}: median {latency:.4f} ms over {counted(len(times), 'run')}",
         ("output", "shape"),
         [(name, "x".join(map(str, shape))) for name, shape in shapes.items()],
     )
