@@ -6,7 +6,6 @@ The pages of `SESSIONS` run as a whole: their blocks and commands in order, in o
 from __future__ import annotations
 
 import fnmatch
-import importlib
 import inspect
 import os
 import re
@@ -59,12 +58,10 @@ def verbs() -> dict[str, Any]:
     """Every verb with its command, groups of verbs too; the whole tool is the empty one."""
     import typer
 
-    from routepilot.training import cli
+    from routepilot.training.cli import whole_app
 
-    for module in sorted((ROOT / "training").glob("cli_*.py")):
-        importlib.import_module(f"routepilot.training.{module.stem}")
     found: dict[str, Any] = {}
-    waiting = [("", typer.main.get_command(cli.app))]
+    waiting = [("", typer.main.get_command(whole_app()))]
     while waiting:
         name, command = waiting.pop()
         found[name] = command

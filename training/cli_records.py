@@ -13,7 +13,8 @@ import typer
 
 from routepilot.env.errors import InputError
 from routepilot.env.wording import counted
-from routepilot.training.cli import JsonOpt, ShapeOpt, app
+from routepilot.training.cli import app
+from routepilot.training.cli_options import JsonOpt, ShapeOpt
 from routepilot.training.files import Format
 
 records_app = typer.Typer(
