@@ -22,3 +22,9 @@ def tiny_file(tmp_path: Path) -> Iterator[Path]:
     """The same network as an ONNX file."""
     tiny_model(tmp_path)
     yield tmp_path / "tiny.onnx"
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `routepilot live` found on this machine before would order the walks."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
