@@ -133,7 +133,7 @@ def test_live_gives_the_compilers_words_and_the_corpus(
     text = " ".join(shown().split())
     assert "-kgen:tiling=0" in text
     assert "on 0 of 1 model" in text
-    assert "1 changes fail" in text
+    assert "1 change fails" in text
     assert "Myelin" in text
     assert "2 changes leave the engine as it is" in text
     assert "-cask*, -tactic:* and much of -mha_fusion:v2:*" in text
