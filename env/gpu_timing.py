@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepilot.env.errors import MachineError, MissingExtraError, RoutePilotError
+from routepilot.env.wording import counted, verb
 
 #: Enqueues one inference on a stream (an integer handle); False or an exception means failure.
 Launch = Callable[[int], object]
@@ -319,7 +320,9 @@ class GpuTimer:
         if after["throttled"]:
             self._note("the GPU holds its clock down (power or heat)")
         if after["processes"] > 1:
-            self._note(f"{after['processes'] - 1} other processes use the GPU")
+            others = after["processes"] - 1
+            which = counted(others, "other process", "other processes")
+            self._note(f"{which} {verb(others, 'uses', 'use')} the GPU")
 
     def close(self) -> None:
         """Free graphs and events; idempotent."""

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from routepilot.env.wording import counted
+from routepilot.env.wording import counted, verb
 
 #: Knobs named of those that act on most models.
 NAMED = 8
@@ -50,11 +50,13 @@ def _by_model(facts: Mapping[str, Any]) -> list[str]:
     knobs = [len(m["live_knobs"]) for m in whole]
     engines = [m["distinct_engines"] for m in whole]
     failed = max(m["failed"] for m in whole)
+    changes, all_knobs = counted(facts["changes"], "single change"), counted(facts["knobs"], "knob")
     return [
-        f"Of the {facts['changes']} single changes {statistics.median(changed):.0f} act on the"
-        f" median model ({min(changed)} to {max(changed)}), of the {facts['knobs']} knobs"
+        f"Of the {changes} {statistics.median(changed):.0f} act on the"
+        f" median model ({min(changed)} to {max(changed)}), of the {all_knobs}"
         f" {statistics.median(knobs):.0f} ({min(knobs)} to {max(knobs)}); they give"
-        f" {min(engines)} to {max(engines)} distinct engines, and up to {failed} break the"
+        f" {min(engines)} to {counted(max(engines), 'distinct engine')}, and up to {failed}"
+        f" {verb(failed, 'breaks', 'break')} the"
         " compiler."
     ]
 
@@ -63,8 +65,8 @@ def _knobs(facts: Mapping[str, Any]) -> str:
     most = list(facts["live_knobs"].items())[:NAMED]
     named = ", ".join(f"{name} ({count})" for name, count in most)
     return (
-        f"{len(facts['never_live'])} of the {facts['knobs']} knobs changed no engine of any model;"
-        f" on most models act: {named}."
+        f"{len(facts['never_live'])} of the {counted(facts['knobs'], 'knob')} changed no engine of"
+        f" any model; on most models act: {named}."
     )
 
 

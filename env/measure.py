@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from routepilot.env.errors import InputError
 from routepilot.env.outcomes import Measurement
+from routepilot.env.wording import counted, verb
 
 #: Fewest rounds for which two order statistics cover the median with 95 %.
 SMALLEST_SAMPLE = 6
@@ -93,7 +94,8 @@ class TimingPlan:
             )
         if self.quadruples < SMALLEST_SAMPLE:
             raise InputError(
-                f"{self.quadruples} quadruples are not allowed; give {SMALLEST_SAMPLE} or more"
+                f"{counted(self.quadruples, 'quadruple')} {verb(self.quadruples, 'is', 'are')} not"
+                f" allowed; give {SMALLEST_SAMPLE} or more"
             )
 
     @property

@@ -77,6 +77,7 @@ MOST_BYTES = 1 << 30
 
 #: Runs in which a probe that could not be made is tried: what stood in the way once (memory, a busy
 #: machine) may be gone, and what stands in the way of a model always should not cost every run.
+#: A run that goes on keeps what it began with, and asks for none.
 MOST_TRIES = 2
 
 #: Seconds after which no further probe of a model is begun, and after which the child is ended.

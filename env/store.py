@@ -165,6 +165,14 @@ class RecordStore:
             rows = self._db.execute("SELECT card FROM models ORDER BY rowid")
             return tuple(forms.card_from_json(json.loads(card)) for (card,) in rows)
 
+    def model(self, fingerprint: str) -> ModelCard | None:
+        """The card of one model; None when it has none."""
+        with self._faults():
+            row = self._db.execute(
+                "SELECT card FROM models WHERE fingerprint = ?", (fingerprint,)
+            ).fetchone()
+            return None if row is None else forms.card_from_json(json.loads(row[0]))
+
     def targets(self) -> tuple[Target, ...]:
         """Every target, in the order they came."""
         with self._faults():

@@ -79,3 +79,9 @@ def _make_group(limit_bytes: int) -> Path:
     pytest.skip(
         f"no control group with a memory limit here: {'; '.join(refusals) or 'none listed'}"
     )
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `routepilot live` found on this machine before would order the walks."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))

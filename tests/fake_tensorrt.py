@@ -2,8 +2,8 @@
 
 Behaves as far as it is published: `build_route` drops what its setter answers, `all_build_routes`
 is JSON text filled by `create_builder_config`, a failed build gives None and says why through the
-logger alone, a build in effect logs that it uses its route. "Engines" run in ONNX Runtime, on the
-memory of `fake_gpu.FakeGpu`; a value can be made to fail, or to do nothing.
+logger alone, a build in effect logs that it uses its route. A value can be made to fail, or to do
+nothing. "Engines" are in `fake_tensorrt_engine.py`, whole backends in `fake_tensorrt_backends.py`.
 
 `install(monkeypatch, ...)` puts it in the place of the module `tensorrt` and of `Gpu`.
 """
@@ -11,7 +11,6 @@ memory of `fake_gpu.FakeGpu`; a value can be made to fail, or to do nothing.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import enum
 import json
 import os
@@ -21,13 +20,13 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_gpu import FakeGpu, FakeTimer
+from fake_tensorrt_engine import Engine
 
 ROUTES = {
     "tuner_version": "2.19.45",
@@ -360,150 +359,6 @@ class Runtime:
         except (ValueError, KeyError):
             self._logger.log(Log.Severity.ERROR, "Magic tag does not match")
             return None
-
-
-class Engine:
-    """Its layers are the nodes of the file, with the route for a tactic; all take equal time."""
-
-    def __init__(self, path: str, delay_ms: float, verbosity: str, route: list[str]) -> None:
-        import onnx
-        import onnxruntime
-
-        self.delay_ms, self._verbosity = delay_ms, verbosity
-        self.layers = [
-            {
-                "Name": f"{node.op_type}_{place}",
-                "LayerType": "CaskConvolution" if node.op_type == "Conv" else "kgen",
-                "TacticName": f"sm90_{' '.join(route) or 'default'}",
-            }
-            for place, node in enumerate(onnx.load(path, load_external_data=False).graph.node)
-        ]
-
-        self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        self._inputs = {i.name: i for i in self._session.get_inputs()}
-        self._outputs = {o.name: o for o in self._session.get_outputs()}
-
-    @property
-    def num_io_tensors(self) -> int:
-        return len(self._inputs) + len(self._outputs)
-
-    def get_tensor_name(self, index: int) -> str:
-        return [*self._inputs, *self._outputs][index]
-
-    def get_tensor_mode(self, name: str) -> str:
-        return "in" if name in self._inputs else "out"
-
-    def get_tensor_dtype(self, name: str) -> np.dtype[Any]:
-        kind = {**self._inputs, **self._outputs}[name].type
-        return np.dtype({"tensor(float)": "float32", "tensor(int64)": "int64"}[kind])
-
-    def create_execution_context(self) -> Context:
-        return Context(self)
-
-    def create_engine_inspector(self) -> Engine:
-        return self
-
-    def get_engine_information(self, form: str) -> str:
-        told: list[Any] = self.layers
-        if self._verbosity != "DETAILED":
-            told = [layer["Name"] for layer in self.layers]
-        return json.dumps({"Layers": told, "Bindings": list(self._inputs)})
-
-
-class Context:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._places: dict[str, int] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self.profiler: Any = None
-
-    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        self._shapes[name] = tuple(shape)
-        return True
-
-    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._engine._outputs[name].shape)
-
-    def set_tensor_address(self, name: str, address: int) -> bool:
-        self._places[name] = address
-        return True
-
-    def _view(self, name: str, shape: tuple[int, ...]) -> Any:
-        kind = self._engine.get_tensor_dtype(name)
-        size = int(np.prod(shape)) * kind.itemsize
-        raw = (ctypes.c_char * size).from_address(self._places[name])
-        return np.frombuffer(raw, kind).reshape(shape)
-
-    def execute_async_v3(self, stream: int) -> bool:
-        time.sleep(self._engine.delay_ms / 1000)
-        inputs = {n: self._view(n, self._shapes[n]) for n in self._engine._inputs}
-        names = list(self._engine._outputs)
-        for name, array in zip(names, self._engine._session.run(names, inputs), strict=True):
-            self._view(name, array.shape)[...] = array
-        if self.profiler is not None:
-            names = [layer["Name"] for layer in self._engine.layers]
-            for name in [*names, "Reformatting CopyNode"]:
-                self.profiler.report_layer_time(name, self._engine.delay_ms / len(names))
-        return True
-
-
-def make(options: Mapping[str, str]) -> Any:
-    """The backend on the fake, for processes of their own: `fake_tensorrt:make`.
-
-    Every engine sleeps 4 ms an inference; one of `-kgen:tiling=0` sleeps 2 ms.
-    """
-    from routepilot.env.backends.tensorrt import TensorRtBackend
-
-    module = install(pytest.MonkeyPatch())
-    module.delays = {"": 4.0, "-kgen:tiling=0": 2.0}
-    module.inert = {"-cask_fusion:num_tactics=5"}
-    return TensorRtBackend("tensorrt", options)
-
-
-def make_with_liveness(options: Mapping[str, str]) -> Any:
-    """The backend on the fake, where a liveness table is released: the file FAKE_LIVENESS names."""
-    from routepilot.env.liveness_table import load_liveness
-    from routepilot.training import candidates, knob_list
-
-    table = load_liveness(Path(os.environ["FAKE_LIVENESS"]))
-    for module in (candidates, knob_list):
-        pytest.MonkeyPatch().setattr(module, "released_liveness", lambda: table)
-    return make(options)
-
-
-def make_deadly(options: Mapping[str, str]) -> Any:
-    """The backend on the fake, whose compiler hangs or is killed with some routes."""
-    backend = make(options)
-    backend._trt.deadly = {"-kgen:tiling=0": "hang", "-kgen:tiling=1": "kill"}
-    return backend
-
-
-def make_without_gpu(options: Mapping[str, str]) -> Any:
-    """The backend on the fake, on a machine without a GPU."""
-    from routepilot.env.backends import tensorrt
-    from routepilot.env.errors import MachineError
-
-    def none(_: int) -> None:
-        raise MachineError("there is no CUDA device 0")
-
-    install(pytest.MonkeyPatch())
-    pytest.MonkeyPatch().setattr(tensorrt, "Gpu", none)
-    return tensorrt.TensorRtBackend("tensorrt", options)
-
-
-def make_windows(options: Mapping[str, str]) -> Any:
-    """The backend on the fake, as it is on Windows: without the tuner's list."""
-    backend = make(options)
-    backend._trt.routes = {"tuner_version": "", "tuner_options": []}
-    return backend
-
-
-def make_old(options: Mapping[str, str]) -> Any:
-    """The backend on a fake that is too old."""
-    from routepilot.env.backends.tensorrt import TensorRtBackend
-
-    install(pytest.MonkeyPatch(), "8.6.1")
-    return TensorRtBackend("tensorrt", options)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, version: str = "11.1.0.106") -> FakeTensorRT:

@@ -59,12 +59,10 @@ def verbs() -> dict[str, Any]:
     """Every verb with its command, groups of verbs too; the whole tool is the empty one."""
     import typer
 
-    from routepilot.training import cli
+    from routepilot.training.cli import whole_app
 
-    for module in sorted((ROOT / "training").glob("cli_*.py")):
-        importlib.import_module(f"routepilot.training.{module.stem}")
     found: dict[str, Any] = {}
-    waiting = [("", typer.main.get_command(cli.app))]
+    waiting = [("", typer.main.get_command(whole_app()))]
     while waiting:
         name, command = waiting.pop()
         found[name] = command
@@ -196,6 +194,61 @@ def test_the_architecture_names_every_module_and_no_other(room: str) -> None:
     missing = [m for m in modules if not any(fnmatch.fnmatch(m, n) for n in named)]
     gone = [n for n in named if not fnmatch.filter(modules, n)]
     assert not missing and not gone and modules, (missing, gone)
+
+
+#: Names in backquotes: of our files, and of what stands in our modules (`measure.TimingPlan`).
+OUR_FILE = re.compile(
+    r"`((?:agents|checkpoints|docs|env|examples|scripts|tests|training)/[\w/]+\.\w+)`"
+)
+OUR_TEST = re.compile(r"`(test_\w+\.py)`")
+OUR_NAME = re.compile(r"`((?:\w+\.)+\w+)`")
+PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+#: Endings of what a run writes, which look like a name of a module.
+ENDINGS = tuple(f".{kind}" for kind in "html json jsonl md parquet pt2 py sqlite".split())
+
+MODULES = {
+    path.stem: f"routepilot.{folder.replace('/', '.')}.{path.stem}"
+    for room, folders in ROOMS.items()
+    for folder in folders
+    for path in (ROOT / folder).glob("*.py")
+    if room != "scripts"
+}
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is there; true of what names no module of ours."""
+    if name.endswith(ENDINGS):
+        return True
+    first, *rest = name.removeprefix("routepilot.").split(".")
+    if first in ROOMS:
+        first, *rest = [part for part in rest if part != "backends"]
+    elif first not in MODULES:
+        return not name.startswith("routepilot.")
+    if first not in MODULES:
+        return False
+    found: Any = importlib.import_module(MODULES[first])
+    for part in rest:
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.stem)
+def test_what_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    gone = [name for name in OUR_FILE.findall(text) if not (ROOT / name).exists()]
+    gone += [n for n in OUR_TEST.findall(text) if not any((ROOT / "tests").rglob(n))]
+    gone += [name for name in OUR_NAME.findall(text) if not exists(name)]
+    assert not gone
+
+
+def test_a_name_that_is_gone_is_found() -> None:
+    assert exists("likeness.telling") and exists("routepilot.env.measure.TimingPlan")
+    assert exists("torch.compile") and exists("training.train")
+    assert not exists("measure.telling") and not exists("training.trainer")
+    assert not exists("routepilot.env.tables.NOTHING")
 
 
 def test_there_is_something_to_test() -> None:

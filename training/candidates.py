@@ -27,7 +27,7 @@ from routepilot.env.routes import (
     read_expression_file,
     sweep_expression,
 )
-from routepilot.env.wording import counted
+from routepilot.env.wording import counted, verb
 from routepilot.training.defaults import released_liveness
 from routepilot.training.session import Say, Session, silent
 
@@ -60,16 +60,21 @@ def make_problem(
         budget: Builds the agent may spend.
         seed: Seed of its randomness.
         expression: trtexec's route expression, or a file of one; routes of it alone are built.
-        say: Hears what was left out, and that the model is being probed where it is.
+        say: Hears what was left out, and whether the model is being probed.
 
     Raises:
         RouteError: The expression does not fit the catalog.
         InputError: It has too many routes for the agent.
     """
-    if probes.are_due(session.model.folder):
+    if session.will_probe:
         say(
             f"probing {session.model.name}: what rounding alone does to its outputs, once for a"
             f" model, {probes.DEADLINE:.0f} s at most"
+        )
+    elif session.forgoes_probes:
+        say(
+            f"what rounding does to {session.model.name} was unknown when this run began, and stays"
+            " so for its sake; a run in another folder tries again"
         )
     limit = session.config.gate.limit
     if expression is not None:
@@ -94,7 +99,7 @@ def make_problem(
     if narrowed.dropped or narrowed.masked:
         say(
             f"left out as inert: {counted(len(narrowed.dropped), 'knob')} by the model's operators,"
-            f" {len(narrowed.masked)} values by the compiler"
+            f" {counted(len(narrowed.masked), 'value')} by the compiler"
         )
     if agent == "recentred" and acts:
         order = likely_first(narrowed.catalog, acts)
@@ -118,13 +123,17 @@ def _expected(narrowed: Narrowed, session: Session, say: Say) -> dict[str, float
     operators = operator_types(session.model.path)
     acts = expected_liveness(narrowed.catalog, operators, prior, narrowed.swept, own=narrowed.own)
     if narrowed.live:
-        say(f"first come {counted(len(narrowed.live), 'knob')} that `routepilot live` found live")
+        first = len(narrowed.live)
+        say(
+            f"first {verb(first, 'comes', 'come')} {counted(first, 'knob')} that"
+            " `routepilot live` found live"
+        )
     if prior is not None:
         never = prior.last(own=narrowed.own)
         count = sum(name in narrowed.catalog for name in never)
         say(
-            f"last come {counted(count, 'knob')} that changed no engine of"
-            f" {counted(len(prior.models), 'corpus model')}"
+            f"last {verb(count, 'comes', 'come')} {counted(count, 'knob')} that changed no engine"
+            f" of {counted(len(prior.models), 'corpus model')}"
         )
     return acts
 

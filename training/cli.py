@@ -1,11 +1,13 @@
 """The command line: `routepilot`. Each verb is thin; the work is in the module of its name.
 
-Owns verbs, options, help texts and exit codes: 0 success, 1 failure, 2 usage or bad input, 130
-interrupted with everything saved. Heavy imports happen inside the verbs.
+Owns the application, its first verbs and exit codes: 0 success, 1 failure, 2 usage or bad input,
+130 interrupted with everything saved. Options that verbs share are in `cli_options.py`, more verbs
+in `VERB_MODULES`. Heavy imports happen inside the verbs.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from contextlib import nullcontext
@@ -18,10 +20,45 @@ import typer
 
 from routepilot.env.errors import InputError, RoutePilotError
 from routepilot.env.wording import counted
-from routepilot.training.cli_numbers import DeadlineOpt as DeadlineOpt
-from routepilot.training.cli_numbers import SecondsOpt as SecondsOpt
-from routepilot.training.cli_numbers import SeedOpt as SeedOpt
+from routepilot.training.cli_options import (
+    AllowOpt,
+    BackendOpt,
+    BuildsOpt,
+    DeadlineOpt,
+    EffortOpt,
+    ExpressionFileOpt,
+    ExpressionOpt,
+    InputsOpt,
+    JsonOpt,
+    LimitOpt,
+    MetricOpt,
+    ModelArg,
+    OptionOpt,
+    OutOpt,
+    QuietOpt,
+    RayOpt,
+    SecondsOpt,
+    SeedOpt,
+    ShapeOpt,
+    SlotOpt,
+    ThreadsOpt,
+    ToleranceOpt,
+    TrustOpt,
+    UntilNoiseOpt,
+    listed,
+)
 from routepilot.training.effort import Effort, preset
+
+#: Modules whose import adds verbs to `app`.
+VERB_MODULES = (
+    "cli_corpus",
+    "cli_evidence",
+    "cli_insight",
+    "cli_learning",
+    "cli_nvidia",
+    "cli_policy",
+    "cli_records",
+)
 
 #: Exit code after Ctrl-C.
 INTERRUPTED = 130
@@ -45,96 +82,6 @@ class ReportForm(str, Enum):
     MARKDOWN = "md"
     SVG = "svg"
     PNG = "png"
-
-
-ModelArg = Annotated[
-    str, typer.Argument(help="ONNX file, or zoo:NAME (see `routepilot zoo list`).")
-]
-BackendOpt = Annotated[str, typer.Option("--backend", "-b", help="Compiler to build with.")]
-ThreadsOpt = Annotated[int, typer.Option(help="Threads an engine may use.")]
-JsonOpt = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-QuietOpt = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but the result.")]
-ShapeOpt = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--shape",
-        metavar="NAME=SHAPE",
-        help="Shape of a dynamic input, name=1x3x224x224; repeatable.",
-    ),
-]
-InputsOpt = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--inputs", metavar="FILE", help=".npz input set, one array an input; repeatable."
-    ),
-]
-TrustOpt = Annotated[
-    bool, typer.Option("--trust", help="Read a .pt2 program even if it may run code of its own.")
-]
-ToleranceOpt = Annotated[
-    float, typer.Option(help="Largest loss allowed on every output, by --metric.")
-]
-MetricOpt = Annotated[str, typer.Option(help="rel_l2, or one of trtexec's l0 l1 l2 lInf cos.")]
-LimitOpt = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--limit", metavar="NAME=LIMIT", help="Limit of one output, name=0.05; repeatable."
-    ),
-]
-BuildsOpt = Annotated[
-    int | None,
-    typer.Option(
-        help="Routes to build, failures included; default and confirmation on top. By --effort"
-        " when absent."
-    ),
-]
-EffortOpt = Annotated[Effort, typer.Option(help="Preset of budgets and timing.")]
-AllowOpt = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow",
-        metavar="NAME",
-        help="Overlook this difference to the records in OUT, e.g. versions.onnx; repeatable.",
-    ),
-]
-UntilNoiseOpt = Annotated[
-    bool,
-    typer.Option(
-        "--until-noise", help="Stop once the expected gain is below what timing can tell."
-    ),
-]
-OutOpt = Annotated[Path, typer.Option("--out", "-o", help="Folder for results.")]
-OptionOpt = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        "-O",
-        metavar="NAME=VALUE",
-        help="Backend option, e.g. workspace_mib=4096; repeatable (docs/tensorrt.md).",
-    ),
-]
-ExpressionOpt = Annotated[
-    str | None,
-    typer.Option(help="Build only routes of this trtexec expression, e.g. '-k=[a|b] -l=c'."),
-]
-ExpressionFileOpt = Annotated[
-    Path | None, typer.Option(help="The same from a file, as for --tuneBuildRouteFile.")
-]
-RayOpt = Annotated[
-    str | None,
-    typer.Option("--ray", help="Run on a Ray cluster: local, auto or its address (docs/scale.md)."),
-]
-SlotOpt = Annotated[
-    str | None,
-    typer.Option(
-        "--slot", help="With --ray: what a measuring slot takes, e.g. CPU=2,GPU=0.5,h200=1."
-    ),
-]
-
-
-def listed(text: str | None) -> list[str]:
-    """The names of an option that takes several, separated by commas."""
-    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 @app.command()
@@ -175,9 +122,6 @@ def tune(
 
     Example: routepilot tune model.onnx -o tuned --shape input=1x3x224x224 --max-builds 6
     """
-    # Before numpy is there: the surrogate is fitted while the first child starts, which wants the
-    # other core. On two cores one thread took 0.9 s for it and two took 1.4 s.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from routepilot.training import console
     from routepilot.training.defaults import Policies
     from routepilot.training.inputs import (
@@ -517,20 +461,22 @@ def demo(
     run_demo(out, max_builds=max_builds, seed=seed, quiet=quiet, as_json=json)
 
 
+def whole_app() -> typer.Typer:
+    """The application with every verb."""
+    for name in VERB_MODULES:
+        importlib.import_module(f"routepilot.training.{name}")
+    return app
+
+
 def main() -> None:
     """Entry point: run a verb, turn our errors into one line and an exit code."""
-    from routepilot.training import (  # noqa: F401  (they add verbs)
-        cli_corpus,
-        cli_evidence,
-        cli_insight,
-        cli_learning,
-        cli_nvidia,
-        cli_policy,
-        cli_records,
-    )
-
+    # Before numpy is there. Ours are many small products, which a second thread makes no faster
+    # and, where cores are shared, far slower; `evaluate` works on as many cores as it is given.
+    # A surrogate is fitted while the first child starts, which wants the other core: on two cores
+    # one thread took 0.9 s for it and two took 1.4 s.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
-        app(standalone_mode=True)
+        whole_app()(standalone_mode=True)
     except RoutePilotError as error:
         sys.stderr.write(f"routepilot: {' '.join(str(error).split())}\n")
         raise SystemExit(error.exit_code) from None

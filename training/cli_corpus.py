@@ -18,7 +18,8 @@ import typer
 
 from routepilot.env.errors import InputError
 from routepilot.env.wording import counted
-from routepilot.training.cli import (
+from routepilot.training.cli import app
+from routepilot.training.cli_options import (
     AllowOpt,
     BackendOpt,
     DeadlineOpt,
@@ -34,7 +35,6 @@ from routepilot.training.cli import (
     SlotOpt,
     ThreadsOpt,
     UntilNoiseOpt,
-    app,
     listed,
 )
 from routepilot.training.effort import Effort, preset
@@ -77,7 +77,7 @@ def zoo_list(
         return
     models = sum(not row["variant_of"] for row in rows)
     console.print_table(
-        f"{counted(models, 'model')} and {len(rows) - models} other shapes of them",
+        f"{counted(models, 'model')} and {counted(len(rows) - models, 'other shape')} of them",
         ("model", "family", "split", "weights", "parameters", "licence"),
         [
             (

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from routepilot.training.cli import (
+from routepilot.training.cli import app
+from routepilot.training.cli_options import (
     AllowOpt,
     BackendOpt,
     DeadlineOpt,
@@ -20,7 +21,6 @@ from routepilot.training.cli import (
     QuietOpt,
     SeedOpt,
     ThreadsOpt,
-    app,
 )
 from routepilot.training.effort import Effort, preset
 

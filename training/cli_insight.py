@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from routepilot.env.wording import counted
-from routepilot.training.cli import JsonOpt, QuietOpt, SeedOpt, app
+from routepilot.training.cli import app
+from routepilot.training.cli_options import JsonOpt, QuietOpt, SeedOpt
 
 if TYPE_CHECKING:
     from routepilot.env.backends.layers import Layers

@@ -5,16 +5,16 @@ Imported by `cli.main`, which owns the application object.
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from routepilot.training.cli import JsonOpt, QuietOpt, RayOpt, SeedOpt, app, listed
+from routepilot.training.cli import app
 from routepilot.training.cli_numbers import TrainSecondsOpt
 from routepilot.training.cli_numbers import seed as checked_seed
+from routepilot.training.cli_options import JsonOpt, QuietOpt, RayOpt, SeedOpt, listed
 from routepilot.training.effort import Effort, preset
 
 
@@ -104,9 +104,6 @@ def train(
 
     Example: routepilot train --config cpu --seed 1 -o policy
     """
-    # Before numpy is there: a second thread makes the many small products of training no faster,
-    # and where cores are shared far slower.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from routepilot.env.tables import load_table
     from routepilot.training import console
     from routepilot.training.defaults import find_table

@@ -13,7 +13,8 @@ import typer
 
 from routepilot.env.errors import InputError
 from routepilot.env.wording import counted
-from routepilot.training.cli import (
+from routepilot.training.cli import app
+from routepilot.training.cli_options import (
     BackendOpt,
     InputsOpt,
     JsonOpt,
@@ -21,7 +22,6 @@ from routepilot.training.cli import (
     SecondsOpt,
     SeedOpt,
     ShapeOpt,
-    app,
     listed,
 )
 
@@ -211,7 +211,7 @@ def engine(
         )
         return
     console.print_table(
-        f"{plan.name}: median {latency:.4f} ms over {len(times)} runs",
+        f"{plan.name}: median {latency:.4f} ms over {counted(len(times), 'run')}",
         ("output", "shape"),
         [(name, "x".join(map(str, shape))) for name, shape in shapes.items()],
     )

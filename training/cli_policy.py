@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from routepilot.env.wording import counted
-from routepilot.training.cli import JsonOpt, app
+from routepilot.training.cli import app
+from routepilot.training.cli_options import JsonOpt
 
 policy_app = typer.Typer(
     help="Policies: list, show, push and pull them.\n\nExample: routepilot policy show cpu",

@@ -13,7 +13,8 @@ import typer
 
 from routepilot.env.errors import InputError
 from routepilot.env.wording import counted
-from routepilot.training.cli import JsonOpt, ShapeOpt, app
+from routepilot.training.cli import app
+from routepilot.training.cli_options import JsonOpt, ShapeOpt
 from routepilot.training.files import Format
 
 records_app = typer.Typer(
@@ -132,7 +133,7 @@ def records_export(
         table, out, model=model, onnx=onnx, algorithm=algorithm, threshold=threshold
     )
     rest = f"; {left_out} left out, since a build route cannot say them" if left_out else ""
-    console.out.print(f"written: {out} ({rows} rows{rest})", markup=False)
+    console.out.print(f"written: {out} ({counted(rows, 'row')}{rest})", markup=False)
 
 
 @records_app.command("merge")
@@ -208,7 +209,7 @@ def records_import(
         if json:
             console.print_json({"rows": found.rows, "feasible": found.feasible})
             return
-        told = f"{found.rows} rows of {prepared.name}, {found.feasible} of them good"
+        told = f"{counted(found.rows, 'row')} of {prepared.name}, {found.feasible} of them good"
         console.out.print(f"{told}, imported into {store}", markup=False)
         return
     table = load_table(find_table(source))

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from routepilot.env.liveness_words import in_words
 from routepilot.env.outcomes import Outcome, Status
-from routepilot.env.wording import counted
+from routepilot.env.wording import counted, verb
 
 if TYPE_CHECKING:
     from routepilot.env.routes import Catalog
@@ -276,21 +276,25 @@ def print_live(name: str, data: Mapping[str, Any]) -> None:
         )
         for change in data["live"]
     ]
+    tried = len(data["changes"])
+    act = verb(len(live), "is", "are", tried)
     print_table(
-        f"{name}: {len(live)} of {counted(len(data['changes']), 'change')} are live,"
+        f"{name}: {len(live)} of {counted(tried, 'change')} {act} live,"
         f" {counted(data['distinct_engines'], 'distinct engine')}; {data['compiler']},"
         f" {data['target']},"
         f" {data['seconds']:.0f} s",
         ("change that acts", *(["its knob acts on"] if corpus else [])),
         [row[: 1 + bool(corpus)] for row in live],
     )
-    if data["failed"]:
+    failed, identical = len(data["failed"]), len(data["identical"])
+    if failed:
         print_table(
-            f"{len(data['failed'])} changes fail",
+            f"{counted(failed, 'change')} {verb(failed, 'fails', 'fail')}",
             ("change", "the compiler says"),
             [(change, data["messages"][change]) for change in data["failed"]],
         )
-    out.print(f"{len(data['identical'])} changes leave the engine as it is", markup=False)
+    leaves = verb(identical, "leaves", "leave")
+    out.print(f"{counted(identical, 'change')} {leaves} the engine as it is", markup=False)
 
 
 def print_liveness(facts: Mapping[str, Any]) -> None:

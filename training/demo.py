@@ -30,7 +30,8 @@ from routepilot.training.view import CompareView, SearchView
 #: A trained voice detector from a PyPI package; its family is held out of everything.
 MODEL = "silero_vad"
 
-#: Seconds of training: enough to reach the plateau on the shipped table (docs/experiments.md).
+#: Seconds of training, more where the machine is slow: enough to reach the plateau on the shipped
+#: table (docs/experiments.md).
 TRAIN_SECONDS = 60.0
 
 #: Agents shown beside the policy.
@@ -73,6 +74,7 @@ def run_demo(
         held_out=(entry.family,),
         out=folder / "policy",
         source=find_table("cpu"),
+        patient=True,  # on a slow machine too
         say=say,
     )
     named = prepare_model(f"zoo:{MODEL}", None, None, seed)

@@ -34,6 +34,7 @@ from routepilot.env.forecast import calibration_error, held_out_reliability
 from routepilot.env.records import RouteTable
 from routepilot.env.surrogate import leave_family_out
 from routepilot.env.tables import save_table
+from routepilot.env.wording import counted, verb
 from routepilot.training.cluster_slot import Files, read_files, write_files
 from routepilot.training.figures import against, curves, of_model, profiles, summarise
 from routepilot.training.files import ensure_folder
@@ -174,7 +175,9 @@ def traces(
             jobs.append((fold, name, tuple(send(path) for path in trained), sent))
             keys.append(key)
     if found:
-        say(f"{len(found)} of {len(found) + len(jobs)} parts were made before")
+        parts = len(found) + len(jobs)
+        were = verb(len(found), "was", "were", parts)
+        say(f"{len(found)} of {counted(parts, 'part')} {were} made before")
     for place, made in run_jobs(trace_fold, given, jobs, workers=workers, ray=ray):
         fold, name, *_ = jobs[place]
         log.add(keys[place], made)

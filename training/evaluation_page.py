@@ -75,9 +75,9 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     facts = result["manifest"]
     notes = [
         f"{counted(len(result['models']), 'model')}, {result['split']}; relative L2 error below"
-        f" {result['tolerance']:g}; {result['seeds']} search seeds a model. Intervals are 95 %,"
-        " bootstrapped over models, search seeds and trainings. Intervals that rest on few models"
-        " are too narrow.",
+        f" {result['tolerance']:g}; {counted(result['seeds'], 'search seed')} a model."
+        " Intervals are 95 %, bootstrapped over models, search seeds and trainings. Intervals that"
+        " rest on few models are too narrow.",
         f"Made by: {facts['command']} (commit {facts['git'] or 'unknown'}).",
     ]
     if result.get("policy"):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from routepilot.env.wording import counted
+from routepilot.env.wording import counted, verb
 
 #: Budget whose interquartile mean stands in the first table; the others have a table of their own.
 MIDDLE_AT = "2"
@@ -138,7 +138,7 @@ def against_tables(result: Mapping[str, Any], *, trained: bool = False) -> list[
 def stop_table(result: Mapping[str, Any]) -> TextTable:
     """How well each agent knows when to stop."""
     nothing = sum(m["oracle_speedup"] <= 1 for m in result["models"])
-    rows = []
+    models, rows = len(result["models"]), []
     for name, row in result["agents"].items():
         stop = row["stop"]
         rows.append(
@@ -152,8 +152,8 @@ def stop_table(result: Mapping[str, Any]) -> TextTable:
             )
         )
     return TextTable(
-        f"stop quality; {nothing} of {counted(len(result['models']), 'model')} have nothing to"
-        " gain",
+        f"stop quality; {nothing} of {counted(models, 'model')}"
+        f" {verb(nothing, 'has', 'have', models)} nothing to gain",
         (
             "agent",
             "builds at the stop",
@@ -231,9 +231,10 @@ def leakage_table(leakage: Mapping[str, Any]) -> TextTable:
     limits = leakage["thresholds"]
     duplicates = len(leakage["duplicates"])
     return TextTable(
-        f"nearest models across the split ({leakage['split']}), of {leakage['compared']} pairs;"
-        f" near by features under {limits['features']:g}, by outcomes under"
-        f" {limits['outcomes']:g}; near-duplicates (both): {duplicates or 'none'}",
+        f"nearest models across the split ({leakage['split']}), of"
+        f" {counted(leakage['compared'], 'pair')}; near by features under"
+        f" {limits['features']:g}, by outcomes under {limits['outcomes']:g};"
+        f" near-duplicates (both): {duplicates or 'none'}",
         ("judged", "known", "features", "outcomes", "gate agrees", "routes", "near by"),
         tuple(_pair_cells(p) for p in leakage["pairs"]),
     )

@@ -29,6 +29,7 @@ from routepilot.env.models import Model
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Route
 from routepilot.env.store import RecordStore
+from routepilot.env.wording import counted, verb
 from routepilot.training.collect import COLLECT_GATE
 from routepilot.training.files import ensure_folder, write_json
 from routepilot.training.manifest import manifest
@@ -257,7 +258,10 @@ def study(
         ModelError: The default route does not build.
     """
     if not 2 <= knobs <= MOST_KNOBS:
-        raise InputError(f"{knobs} knobs are not allowed; give 2 to {MOST_KNOBS}")
+        raise InputError(
+            f"{counted(knobs, 'knob')} {verb(knobs, 'is', 'are')} not allowed; give 2 to"
+            f" {MOST_KNOBS}"
+        )
     with Session(model, config, store, workdir) as session:
         catalog = session.catalog
         default = session.default()

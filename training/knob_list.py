@@ -10,6 +10,7 @@ from typing import Any
 from routepilot.env.backends.base import Backend, LeavesOut
 from routepilot.env.backends.tensorrt_catalog import is_build_route_knob
 from routepilot.env.liveness_prior import LEFT_TO_RUN_TIME, LivenessPrior
+from routepilot.env.wording import counted, verb
 from routepilot.training.defaults import released_liveness
 
 #: Backends whose knobs a liveness table is about.
@@ -46,19 +47,18 @@ def remarks(backend: Backend) -> list[str]:
     lines = []
     left_out = backend.left_out() if isinstance(backend, LeavesOut) else {}
     if left_out:
-        lines.append(
-            f"{len(left_out)} knobs that can break the mathematics are left out (-O unsafe=on takes"
-            " them in):"
-        )
+        lines.append("left out, since they can break the mathematics (-O unsafe=on takes them in):")
         lines += [f"  {name} {why}" for name, why in left_out.items()]
     prior = _prior(backend)
     if prior is not None:
         never = [name for name in prior.never_live if name in backend.catalog()]
         hidden = sum(name.startswith(LEFT_TO_RUN_TIME) for name in never)
         lines.append(
-            f"{len(never)} of these knobs changed no engine of {len(prior.models)} corpus models in"
-            f" {prior.table.compiler} (0 in the last column); {hidden} of them belong to what it"
-            " leaves to run time, and may act in TensorRT"
+            f"{len(never)} of these knobs changed no engine of"
+            f" {counted(len(prior.models), 'corpus model')} in {prior.table.compiler}"
+            f" (0 in the last column); {hidden} of them"
+            f" {verb(hidden, 'belongs', 'belong', len(never))} to what it leaves to run time, and"
+            " may act in TensorRT"
         )
     return lines
 

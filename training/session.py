@@ -14,11 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TypeVar
 
+from routepilot.env import probes
 from routepilot.env.accuracy import Gate, check_outputs, regate
 from routepilot.env.backends import load_backend
 from routepilot.env.backends.base import Backend, NeedsDevice, Target
 from routepilot.env.errors import InputError, RouteError, TableError
-from routepilot.env.features import model_features
+from routepilot.env.features import FEATURE_NAMES, model_features
 from routepilot.env.measure import TimingPlan
 from routepilot.env.models import Model
 from routepilot.env.outcomes import Outcome, Status
@@ -129,6 +130,7 @@ class Session:
         self._worker: RouteWorker | None = None
         self._workdir = workdir
         self._known = {**self._overlooked(), **self._on_record(self.target.key)}
+        self._begun_with = self._features_on_record()
         store.add_target(self.target, self.catalog)
         self.fresh_builds = 0
         self._waited = 0.0
@@ -152,8 +154,23 @@ class Session:
 
     @cached_property
     def features(self) -> tuple[float, ...]:
-        """What is known of the model before the first build."""
-        return model_features(self.model)
+        """What is known of the model before the first build.
+
+        A run that goes on has those it began with: a probe that failed then is not tried again,
+        since an agent that learned more in the middle of a search would ask for other routes.
+        """
+        return self._begun_with or model_features(self.model)
+
+    @property
+    def will_probe(self) -> bool:
+        """Whether `features` runs the model, which may take up to `probes.DEADLINE` seconds."""
+        is_known = self._begun_with is not None or "features" in vars(self)
+        return not is_known and probes.are_due(self.model.folder)
+
+    @property
+    def forgoes_probes(self) -> bool:
+        """Whether probes that could be tried are not, because the run began without them."""
+        return self._begun_with is not None and probes.are_due(self.model.folder)
 
     @property
     def worker(self) -> RouteWorker:
@@ -276,6 +293,11 @@ class Session:
         )
         self._known[outcome.route] = outcome
         self.fresh_builds += 1
+
+    def _features_on_record(self) -> tuple[float, ...] | None:
+        """What this model's run began with; None where it begins now, or under other features."""
+        card = self._store.model(self.model.fingerprint) if DEFAULT_ROUTE in self._known else None
+        return card.features if card and len(card.features) == len(FEATURE_NAMES) else None
 
     def _on_record(self, target_key: str) -> dict[Route, Outcome]:
         return self._reusable(self._store.outcomes(self.model.fingerprint, target_key))

@@ -1,48 +1,52 @@
 """Sharing: several sessions of one model, at work at once, pay for each build once.
 
-Owns who builds a route that two ask for at the same time. Each session times against a default
-engine of its own slot.
+Owns who builds a route, and who probes the model, where two would at the same time. Each session
+times against a default engine of its own slot.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 from routepilot.env.outcomes import Outcome
 from routepilot.env.routes import DEFAULT_ROUTE, Route
 from routepilot.training.session import Session
 
+Made = TypeVar("Made")
+
 
 class Sharing:
-    """Outcomes that sessions of one model have in common."""
+    """What sessions of one model have in common: its features, and outcomes by route."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._outcomes: dict[Route, Future[Outcome]] = {}
+        self._made: dict[Hashable, Future[Any]] = {}
 
-    def once(self, route: Route, make: Callable[[], Outcome]) -> Outcome:
-        """The outcome of a route: made now, or by whoever was first.
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What a key stands for: made now, or by whoever was first.
 
         Raises:
             BaseException: What `make` raised here. When it failed elsewhere it is tried here.
         """
         while True:
             with self._lock:
-                found = self._outcomes.get(route)
+                found = self._made.get(key)
                 if found is None:
-                    mine = self._outcomes[route] = Future()
+                    mine: Future[Made] = Future()
+                    self._made[key] = mine
             if found is None:
                 break
             if found.exception() is None:
-                return found.result()
+                return found.result()  # type: ignore[no-any-return]
         try:
             mine.set_result(make())
         except BaseException as error:
             with self._lock:
-                del self._outcomes[route]
+                del self._made[key]
             mine.set_exception(error)
             raise
         return mine.result()
@@ -60,6 +64,11 @@ class SharingSession(Session):
     def __init__(self, sharing: Sharing, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sharing = sharing
+
+    @cached_property
+    def features(self) -> tuple[float, ...]:
+        """As `Session.features`, found by whoever asks first: all agents are told the same."""
+        return self._sharing.once("features", lambda: super(SharingSession, self).features)
 
     def default(self) -> Outcome:
         """As `Session.default`, built and timed by whoever asks first."""

@@ -24,7 +24,7 @@ from routepilot.env.backends import load_backend
 from routepilot.env.backends.base import Target
 from routepilot.env.errors import InputError, LostSlotError, MachineError
 from routepilot.env.routes import Catalog
-from routepilot.env.wording import counted
+from routepilot.env.wording import counted, verb
 from routepilot.training.session import Place, Say, SessionConfig, silent
 
 _Item = TypeVar("_Item")
@@ -152,9 +152,10 @@ def local_slots(
     threads = int(options.get("threads", "1")) if device is None else 1
     if workers * threads > len(here):
         raise InputError(
-            f"{counted(workers, 'worker')} of {counted(threads, 'thread')} need"
-            f" {counted(workers * threads, 'core')} and there are"
-            f" {len(here)}; lower --workers"
+            f"{counted(workers, 'worker')} of {counted(threads, 'thread')}"
+            f" {verb(workers, 'needs', 'need')} {counted(workers * threads, 'core')} and there"
+            f" {verb(len(here), 'is', 'are')} {len(here)}; lower"
+            f" {'--workers' if workers > 1 else '--threads'}"
         )
     if cores is not None:
         if not set(cores) <= set(here):

@@ -109,7 +109,7 @@ class Resamples:
     def __init__(self, models: int, seeds: int, draws: int = DRAWS, seed: int = 0) -> None:
         if models < 1 or seeds < 1:
             raise ValueError(
-                f"{counted(models, 'model')} and {counted(seeds, 'seed')} are nothing to draw from"
+                f"nothing to draw from {counted(models, 'model')} and {counted(seeds, 'seed')}"
             )
         self._rng = np.random.default_rng(seed)
         self._draws = draws

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from routepilot.env.wording import counted
+from routepilot.env.wording import counted, verb
 
 Facts = Mapping[str, Any]
 
@@ -34,19 +34,19 @@ def in_words(facts: Facts) -> list[str]:
         f" {counted(coverage['families'], 'family', 'families')}, {coverage['trained']} of them"
         f" trained; {counted(coverage['routes'], 'route')}, {routes} a model,"
         f" {coverage['common_routes']} on all; {coverage['single_changes_common']} of the"
-        f" {coverage['single_changes']} single changes on all;"
+        f" {counted(coverage['single_changes'], 'single change')} on all;"
         f" {counted(coverage['builds'], 'build')} in {hours:.1f} machine hours.",
         f"At an error of {100 * facts['limit']:g} % the best is"
         f" {facts['oracle_speedup']:.2f}x on geometric average,"
         f" {facts['trained_speedup']:.2f}x over the trained models; nothing to gain for"
-        f" {len(models) - len(winners)}; of the other {len(winners)} bests {again} were built and"
-        " timed a second time.",
+        f" {len(models) - len(winners)}; of the other {counted(len(winners), 'best')} {again}"
+        f" {verb(again, 'was', 'were', len(winners))} built and timed a second time.",
         f"Single changes alone, all that fast tries, reach {facts['fast_speedup']:.2f}x,"
         f" {100 * facts['fast_share']:.0f} % of the best log speed-up; one route for all,"
         f" {single['route'] or 'the default'}, {single['speedup']:.2f}x.",
         f"The best route of one model is slower than the default on another in"
         f" {100 * carried['slower'] / pairs:.0f} %, and not accurate enough or fails in"
-        f" {100 * carried['refused'] / pairs:.0f} %, of {carried['pairs']:,} pairs.",
+        f" {100 * carried['refused'] / pairs:.0f} %, of {counted(carried['pairs'], 'pair')}.",
         f"Of the routes {100 * rates['failed']:.1f} % fail and {100 * rates['not_accurate']:.1f} %"
         " are not accurate enough.",
     ]
@@ -59,14 +59,15 @@ def _noise(facts: Facts) -> list[str]:
         return ["No controls."]
     rebuilt = "; ".join(
         f"{row['of']} {_percent(row['between'])} between builds, {_percent(row['within'])} within,"
-        f" {row['count']} pairs"
+        f" {counted(row['count'], 'pair')}"
         for row in facts["rebuilt"]
     )
     return [
-        f"{controls['count']} controls, the default built again and timed against the default:"
-        f" median {_percent(controls['median'])}, 95 % below {_percent(controls['below_95'])} (the"
-        f" noise floor), largest {_percent(controls['largest'])}; a route must gain"
-        f" {_percent(facts['smallest_win'])} in the median to count.",
+        f"{counted(controls['count'], 'control')}, the default built again and timed against the"
+        f" default: median {_percent(controls['median'])}, 95 % below"
+        f" {_percent(controls['below_95'])} (the noise floor), largest"
+        f" {_percent(controls['largest'])}; a route must gain {_percent(facts['smallest_win'])} in"
+        " the median to count.",
         f"One route built twice, robust standard deviation of the log ratio: {rebuilt}.",
     ]
 

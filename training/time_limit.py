@@ -16,6 +16,13 @@ from routepilot.env.errors import InputError
 #: more than PPO (docs/experiments.md).
 LESSONS_BY, IMITATED_BY = 0.4, 0.8
 
+#: It is foreseen how long the surrogates will take once so many are fitted and so much of the limit
+#: is over.
+FITS_TO_FORESEE, SHARE_TO_FORESEE = 3, 0.2
+
+#: Times the limit that the surrogates may take; a policy is worth that wait.
+LATE_FITS = 1.25
+
 #: Share of that time that is kept for the last score before it is known how long one takes.
 SCORING = 0.1
 
@@ -56,7 +63,7 @@ class TimeLimit:
 
     def __init__(self, clock: Clock, max_seconds: float | None) -> None:
         self._clock, self._end = clock, math.inf if max_seconds is None else max_seconds
-        self._ready = 0.0
+        self._ready = self._fits_since = 0.0
         #: Seconds that the last score will take.
         self.reserve = 0.0
 
@@ -77,19 +84,37 @@ class TimeLimit:
         return self._clock.read()["seconds"] >= self._ready + share * room
 
     def check_fits(self, done: int, total: int) -> None:
-        """Refuse a limit that does not even reach for the surrogates, which cannot be cut short.
+        """Refuse a limit that will not reach for a table's surrogates, which cannot be cut short.
+
+        It is refused as soon as that is foreseen. Surrogates that are a little late are fitted all
+        the same, since a policy is what the time was given for.
 
         Args:
-            done: Surrogates that are fitted.
-            total: How many there are.
+            done: Surrogates of the table that are fitted.
+            total: How many it needs.
 
         Raises:
-            InputError: The time is up.
+            InputError: They will need more than `LATE_FITS` times the limit.
         """
-        if self.is_up():
-            spent = self._clock.read()["seconds"]
-            guess = f"; they need about {spent * total / done:.0f} s here" if done else ""
+        spent = self._clock.read()["seconds"]
+        if done == 0:
+            self._fits_since = spent
+        took = spent - self._fits_since
+        needed = self._fits_since + took * total / done if done else spent
+        is_foreseen = done >= FITS_TO_FORESEE and spent >= SHARE_TO_FORESEE * self._end
+        if (is_foreseen or spent >= self._end) and max(needed, spent) > LATE_FITS * self._end:
+            guess = max(needed, spent)
             raise InputError(
-                f"--max-seconds {self._end:g} is over after {spent:.1f} s with {done} of {total}"
-                f" surrogates fitted, so there is no policy{guess}; give twice that or more"
+                f"--max-seconds {self._end:g} is too short for a policy: surrogates need about"
+                f" {guess:.0f} s here ({done} of {total} fitted after {spent:.1f} s) and cannot be"
+                f" cut short; give {math.ceil(2 * guess)} or more"
             )
+
+    def lateness(self) -> str:
+        """What is to be said where the surrogates took all the time; empty where they did not."""
+        if self._ready < self._end:
+            return ""
+        return (
+            f"fitting the surrogates took {self._ready:.1f} s, all of --max-seconds {self._end:g}:"
+            " the policy is imitation at its least"
+        )

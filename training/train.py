@@ -71,6 +71,7 @@ def train(
     gate: Gate | None = None,
     source: Path | Sequence[Path | None] | None = None,
     tensorboard: Path | None = None,
+    patient: bool = False,
     say: Say = silent,
 ) -> Trained:
     """Train a policy on one table, or on several so that it serves each of their catalogs.
@@ -90,11 +91,13 @@ def train(
         source: File each table was read from. A released table is referred to by the card; any
             other is copied beside the policy, which needs it at work.
         tensorboard: Folder for TensorBoard's scalars (`scalars.SCALARS`); None for none.
+        patient: Fit the surrogates however long that takes, rather than refuse a time limit that
+            does not reach for them.
         say: Hears progress.
 
     Raises:
-        InputError: Fewer than three families of a table are left to train on, or the time is up
-            before the surrogates are fitted.
+        InputError: Fewer than three families of a table are left to train on, or the time will not
+            reach for the surrogates.
         MissingExtraError: Torch or Stable-Baselines3 is not installed, or TensorBoard is not.
         KeyboardInterrupt: It was interrupted; the best so far and the checkpoint are saved.
     """
@@ -125,10 +128,8 @@ def train(
             f"{counted(len(tables), 'route table')} of {counted(len(sources), 'file')}; give one"
             " each"
         )
-    limit = TimeLimit(Clock(start, {}), config.max_seconds)
-    schools = [
-        open_school(t, held_out, validation, gate, config.kernel, limit.check_fits) for t in tables
-    ]
+    on_fit = None if patient else TimeLimit(Clock(start, {}), config.max_seconds).check_fits
+    schools = [open_school(t, held_out, validation, gate, config.kernel, on_fit) for t in tables]
     folder = ensure_folder(out)
     keeper = Keeper(folder, name, _key(tables, config, held_out, validation, gate), say)
     saved = keeper.load(config.max_seconds)
@@ -171,6 +172,8 @@ def train(
         say,
     )
     limit.start_phases()
+    if saved is None and limit.lateness():
+        say(limit.lateness())
     if saved is not None and saved.phase == "ppo":
         run.best.restore(saved.notes["best"], restore_ppo(saved, model, envs))
         run.next = int(saved.notes["next"])

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 #: Evaluations that training is judged by, with `until_noise`.
 WINDOW = 4
 
+#: Rise of a score that arithmetic alone may make of equal ones.
+ROUNDING = 1e-9
+
 #: Episodes of the teacher and passes of imitation that are made however late it is: less is no
 #: policy. Together they take a second or so.
 LEAST_EPISODES, LEAST_PASSES = 50, 5
@@ -48,7 +51,7 @@ def has_settled(scores: Sequence[float]) -> bool:
     slope = float(places @ last / (places @ places))
     residual = last - last.mean() - slope * places
     variance = float(residual @ residual) / (WINDOW - 2)
-    return slope <= math.sqrt(variance / float(places @ places))
+    return slope <= max(math.sqrt(variance / float(places @ places)), ROUNDING)
 
 
 class TrainingRun:

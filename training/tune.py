@@ -313,9 +313,11 @@ def tune(
         keep()
         search = run_search(session, searcher, budget, on_outcome=hear, on_ask=on_ask)
         noise = _noise_floor(session)
-        say("confirming the winner with fresh builds and other inputs")
+        promising = search.promising()
+        if promising:
+            say("confirming the winner with fresh builds and other inputs")
         confirmed = confirm_best(
-            session, search.promising(), deploy.draft(folder) if out is not None else None
+            session, promising, deploy.draft(folder) if out is not None else None
         )
         result = result_of(search, confirmed, "done")
     if out is not None:

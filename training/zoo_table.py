@@ -29,9 +29,10 @@ def markdown(rows: Sequence[Row]) -> str:
     origins = Counter(row["origin"] for row in models)
     by_origin = ", ".join(f"{origins[name]} {name}" for name in origins)
     lines = [
-        f"{counted(len(models), 'model')} in {len({row['family'] for row in models})} families"
+        f"{counted(len(models), 'model')} in"
+        f" {counted(len({row['family'] for row in models}), 'family', 'families')}"
         f" ({by_origin});"
-        f" {len(rows) - len(models)} other shapes of them.",
+        f" {counted(len(rows) - len(models), 'other shape')} of them.",
         "",
         "| split | models | trained | families |",
         "| --- | --- | --- | --- |",

@@ -19,11 +19,12 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 with atheris.instrument_imports(include=["routepilot"]):
     import test_fuzz
+    from readers import Reader
 
     from routepilot.env.errors import RoutePilotError
 
 
-def _reader(name: str) -> tuple[bytes, test_fuzz.Reader]:
+def _reader(name: str) -> tuple[bytes, Reader]:
     if name in test_fuzz.PLAIN:
         return test_fuzz.PLAIN[name]()
     place = Path(mkdtemp(prefix="fuzz-"))

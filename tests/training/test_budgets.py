@@ -198,6 +198,7 @@ def test_training_settles_when_a_rise_drowns_in_the_scatter() -> None:
     assert has_settled([0.1, 0.7, 0.701, 0.7, 0.701])
     assert has_settled([0.7, 0.6, 0.5, 0.4]), "it falls"
     assert has_settled([0.7, 0.7, 0.7, 0.7])
+    assert has_settled([0.7, 0.7, 0.7, 0.7 + 2e-16]), "equal but for the last bit"
     assert not has_settled([0.70, 0.70, 0.71, 0.71]), "slowly, and clearly"
 
 

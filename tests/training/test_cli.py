@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -314,6 +316,35 @@ def test_doctor_passes_here(
     for name in ("tiny model", "catalog", "default route", "refused combination"):
         assert by_name[name]["status"] == "pass", by_name[name]
     assert by_name["child is killed at its deadline"]["status"] == "pass"
+
+
+def test_the_list_of_modules_with_verbs_is_whole() -> None:
+    folder = Path(cli.__file__).parent
+    adding = re.compile(r"^@\w*app\.command\(", re.M)
+    found = [p.stem for p in folder.glob("*.py") if adding.search(p.read_text(encoding="utf-8"))]
+    assert sorted(found) == sorted(["cli", *cli.VERB_MODULES])
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, "1"), ("3", "3")])
+def test_every_verb_multiplies_on_one_thread_unless_told_otherwise(
+    given: str | None, told: str
+) -> None:
+    """Known before numpy is, which reads it once."""
+    script = (
+        "import os, sys; sys.argv = ['routepilot', 'agents', '--json']\n"
+        "from routepilot.training import cli\n"
+        "assert 'numpy' not in sys.modules\n"
+        "try:\n    cli.main()\n"
+        "except SystemExit:\n    pass\n"
+        "print(os.environ['OPENBLAS_NUM_THREADS'])\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
+    environment |= {} if given is None else {"OPENBLAS_NUM_THREADS": given}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == told
 
 
 def test_help_needs_no_heavy_import_and_is_quick() -> None:
