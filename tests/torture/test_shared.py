@@ -235,7 +235,7 @@ def test_eight_simulated_hours_leave_memory_and_files_flat(tmp_path: Path) -> No
     from routepilot.training.session import SessionConfig
     from routepilot.training.tune import tune
 
-    builds = size("long_builds", 240, 2_400)
+    builds = size("long_builds")
     deeds = "nan shape inaccurate fail refuse run_raise overfit".split()
     process, original, whole = psutil.Process(), worker.Child, hostile_backend.CATALOG
     worker.Child = NearChild  # type: ignore[misc,assignment]
