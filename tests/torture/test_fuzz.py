@@ -339,9 +339,11 @@ def run_line(app: Callable[..., object], words: list[str], where: Path) -> None:
 
 def options(place: Path) -> tuple[bytes, Reader]:
     """Command lines, run in this process in an empty folder."""
+    import typer
+
     from routepilot.training import cli, cli_corpus, cli_learning, cli_nvidia  # noqa: F401
 
-    rng = random.Random(1)
+    rng, app = random.Random(1), typer.main.get_command(cli.app)  # made once: it takes a while
 
     def read(where: Path, data: bytes) -> None:
         verb = rng.choice(VERBS).split()
@@ -352,7 +354,7 @@ def options(place: Path) -> tuple[bytes, Reader]:
                     errors="surrogateescape"
                 )
                 verb[at] = word.replace("\0", "")
-        run_line(cli.app, verb, where)
+        run_line(app, verb, where)
 
     return b"sound", read
 
@@ -401,12 +403,15 @@ def verbs() -> dict[str, list[str]]:
 
 def every_option(place: Path) -> tuple[bytes, Reader]:
     """Each option of each verb in turn, with whatever comes, run as `options` does."""
+    import typer
+
     from routepilot.training import cli
 
     lines = {
         name: next(end for end in ENDS if end == name or end.startswith(f"{name} "))
         for name in verbs()
     }
+    app = typer.main.get_command(cli.app)
     turns = itertools.cycle([(n, option) for n, some in verbs().items() for option in some])
 
     def read(where: Path, data: bytes) -> None:
@@ -415,7 +420,7 @@ def every_option(place: Path) -> tuple[bytes, Reader]:
         words = [option[:-1]] if option.endswith("=") else [option, value]
         line = [*lines[name].split(), *words]
         try:
-            run_line(cli.app, line, where)
+            run_line(app, line, where)
         except NotBack:
             raise NotBack(f"{line} does not end") from None
 
