@@ -362,7 +362,7 @@ def options(place: Path) -> tuple[bytes, Reader]:
 #: A line of each verb that ends at an input that is not there, and takes any option more.
 ENDS = (
     "tune none.onnx -o o", "compare none.onnx -o o", "knobs -b onnxruntime", "features none.onnx",
-    "agents", "doctor -b none", "report nowhere", "demo -o o --max-builds -1",
+    "agents", "doctor -b none", "report nowhere", "demo -o /dev/null/o --max-builds -1",
     "collect --models none.onnx -o o/t.parquet", "leakage --table none.parquet",
     "confirm-live none.onnx -o o", "explain nowhere", "importance none.parquet",
     "train --table none.parquet -o o", "evaluate --table none.parquet -o o", "live none.onnx",

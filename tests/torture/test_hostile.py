@@ -114,7 +114,6 @@ def test_ten_thousand_hostile_trials(
     trials, share, builds = size("trials"), size("lethal_share"), 60
     monkeypatch.setattr(worker, "Child", NearChild)
     NearChild.real = 0
-    monkeypatch.setattr("near_child.LETHAL_SECONDS", 2.5)
     counts: Counter[str] = Counter()
     wins = done = 0
     first = run = sequence() * 1000
