@@ -9,7 +9,7 @@ SOURCES := env agents training checkpoints tests
 RIVALS := oracle,fast,mixed,recentred,random,tpe,gp,forest-scratch,best-on-average,knn,coreset,grace
 RIVALS := $(RIVALS),forest,transfer-gp,two-way-gp,thompson,greedy
 
-.PHONY: demo test torture lowest check format bench evidence zoo clean
+.PHONY: demo test torture torture_kills torture_others lowest check format bench evidence zoo clean
 
 demo: $(VENV)/.demo
 	$(BIN)/routepilot demo --out runs/demo
@@ -17,16 +17,23 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
-# The long versions of tests/torture, an hour or more on two cores; figures in docs/reliability.md.
-torture: $(VENV)/.torture
-	@echo "make torture: 10,000 hostile trials, 500 runs without a difference, 200 kills each of the"
-	@echo "parents and children of tune and collect, 200 of train, 17 of each verb and compiler,"
-	@echo "110,000 inputs, a million steps of the environments and more of the agents, 7 parsers under"
-	@echo "coverage guidance: 60 to 80 minutes of one core, or more (docs/reliability.md)."
-	TORTURE=1 TORTURE_REPORT=runs/torture.jsonl $(BIN)/python -m pytest tests/torture
-	for reader in routes expressions tuning_caches knob_lists shapes limits settings; do \
-		$(BIN)/python tests/torture/coverage_guided.py $$reader -runs=20000 -max_len=2048 \
-		|| exit 1; done
+# The long versions of tests/torture, hours of one core, half of them in kills (`make -j2 torture`
+# takes two); figures in docs/reliability.md. Under coverage guidance go the readers in Python alone.
+KILLS := tests/torture/test_kill.py tests/torture/test_kill_compilers.py
+READERS := routes expressions tuning_caches knob_lists shapes limits settings \
+	policies bundles results recipes table_texts input_sets
+torture torture_kills torture_others: export TORTURE := 1
+torture torture_kills torture_others: export TORTURE_REPORT := runs/torture.jsonl
+torture: torture_kills torture_others
+
+torture_kills: $(VENV)/.torture
+	$(BIN)/python tests/torture/sizes.py
+	$(BIN)/python -m pytest $(KILLS)
+
+torture_others: $(VENV)/.torture
+	$(BIN)/python -m pytest tests/torture $(addprefix --ignore=,$(KILLS))
+	for reader in $(READERS); do \
+		$(BIN)/python tests/torture/coverage_guided.py $$reader || exit 1; done
 
 # The tests with the lowest versions that pyproject.toml allows, in a set-up of their own.
 lowest:

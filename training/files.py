@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from contextlib import suppress
@@ -55,7 +56,8 @@ class Output:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        missing = [place for place in (folder, *folder.parents) if not place.exists()]
+        # Not `Path.exists`, which raises for a name too long and for a folder that is not ours to see.
+        missing = [place for place in (folder, *folder.parents) if not os.path.exists(place)]
         self._made, self._kept = missing, not missing
         ensure_folder(folder)
 

@@ -63,7 +63,8 @@ def run_line(app: Callable[..., object], words: list[str], where: Path) -> None:
 
 def options(place: Path) -> tuple[bytes, Reader]:
     """Command lines, run in this process in an empty folder."""
-    app, rng = whole_app(), random.Random(1)
+
+    app, rng = typer.main.get_command(whole_app()), random.Random(1)  # made once: it takes a while
 
     def read(where: Path, data: bytes) -> None:
         verb = rng.choice(VERBS).split()
@@ -82,7 +83,7 @@ def options(place: Path) -> tuple[bytes, Reader]:
 #: A line of each verb that ends at an input that is not there, and takes any option more.
 ENDS = (
     "tune none.onnx -o o", "compare none.onnx -o o", "knobs -b onnxruntime", "features none.onnx",
-    "agents", "doctor -b none", "report nowhere", "demo -o o --max-builds -1",
+    "agents", "doctor -b none", "report nowhere", "demo -o /dev/null/o --max-builds -1",
     "collect --models none.onnx -o o/t.parquet", "leakage --table none.parquet",
     "confirm-live none.onnx -o o", "explain nowhere", "importance none.parquet",
     "train --table none.parquet -o o", "evaluate --table none.parquet -o o", "live none.onnx",
@@ -110,7 +111,8 @@ def verbs() -> dict[str, list[str]]:
 
 def every_option(place: Path) -> tuple[bytes, Reader]:
     """Each option of each verb in turn, with whatever comes, run as `options` does."""
-    app, known = whole_app(), verbs()
+
+    app, known = typer.main.get_command(whole_app()), verbs()
     lines = {
         name: next(end for end in ENDS if end == name or end.startswith(f"{name} "))
         for name in known

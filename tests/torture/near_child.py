@@ -25,8 +25,11 @@ LETHAL = frozenset(
     " fill pipe pipe_json pipe_flood".split()
 )
 
-#: Seconds a real child may take for a lethal route.
-LETHAL_SECONDS = 2.5
+#: Seconds that a real child which hangs is given, in the build or after it.
+HANGING_SECONDS = {"hang": 2.5, "helpers": 2.5, "daemon": 2.5, "run_hang": 5.0, "time_hang": 5.0}
+
+#: Seconds of the others, which end by themselves however busy the machine is.
+ENDING_SECONDS = 120.0
 
 
 class NearChild:
@@ -55,7 +58,7 @@ class NearChild:
         request, self.events = self._posted, []
         deed = Route.read(request.get("route", "")).values.get("-do", "work")
         if deed in LETHAL:
-            return self._really(request)
+            return self._really(request, HANGING_SECONDS.get(deed, ENDING_SECONDS))
         try:
             if self._bench is None:
                 self._opening = request
@@ -67,7 +70,7 @@ class NearChild:
         except _Fault as fault:
             return {"error": "MachineError", "message": fault.reason}
 
-    def _really(self, request: Mapping[str, Any]) -> dict[str, Any] | Ended:
+    def _really(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any] | Ended:
         type(self).real += 1
         child = Child(*self._arguments)
         try:
@@ -75,7 +78,7 @@ class NearChild:
             for first in (self._opening, {"do": "default"}):
                 answer = child.ask(first, 120.0)
                 assert not isinstance(answer, Ended), answer
-            answer = child.ask(request, LETHAL_SECONDS)
+            answer = child.ask(request, seconds)
             self.events = child.events
         finally:
             child.kill()

@@ -16,7 +16,7 @@ import readers
 from command_lines import LINES
 from mutation import mutate
 from readers import PLAIN
-from sizes import report, size
+from sizes import report, sequence, size
 from watchdog import Watchdog
 
 from routepilot.env.errors import RoutePilotError
@@ -38,8 +38,8 @@ SHARE = {"expressions": 16, "routes": 16, "tuning_caches": 16, "knob_lists": 10,
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*PLAIN, *IN_FOLDER])
 def test_nothing_but_our_errors(name: str, tmp_path: Path) -> None:
-    count = max(1, size("inputs", 3_000, 110_000) * SHARE[name] // sum(SHARE.values()))
-    rng = random.Random(f"{name} {size('seed', 0, 0)}")
+    count = max(1, size("inputs") * SHARE[name] // sum(SHARE.values()))
+    rng = random.Random(f"{name} {sequence()}")
     sound, read = PLAIN[name]() if name in PLAIN else IN_FOLDER[name](tmp_path)
     place = tmp_path / "fuzz"
     place.mkdir()

@@ -60,7 +60,7 @@ def until_entered(log: Path, count: int = 1, seconds: float = 60.0) -> None:
 
 
 def test_one_process_at_a_time(place: Path) -> None:
-    processes, times, log = 4, size("lock_times", 20, 500), place / "log"
+    processes, times, log = 4, size("lock_times"), place / "log"
     running = [hold(log, times, 0.0005) for _ in range(processes)]
     for process in running:
         _, errors = process.communicate(timeout=300)
@@ -75,7 +75,7 @@ def test_one_process_at_a_time(place: Path) -> None:
 
 
 def test_a_lock_of_a_dead_process_is_free_at_once(place: Path) -> None:
-    kills = size("lock_kills", 3, 30)
+    kills = size("lock_kills")
     log, slowest = place / "log", 0.0
     for number in range(kills):
         holder = hold(log, 1, 0, "hang")

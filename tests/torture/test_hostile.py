@@ -13,7 +13,7 @@ import hostile_backend
 import psutil
 import pytest
 from near_child import LETHAL, NearChild
-from sizes import report, size
+from sizes import report, sequence, size
 
 from routepilot.env import worker
 from routepilot.env.child import MARK_VARIABLE
@@ -111,13 +111,12 @@ def test_ten_thousand_hostile_trials(
     hostile_model: Model, reachable: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole runs of `tune`; lethal deeds in real children, one draw in `share`, the rest here."""
-    trials, share, builds = size("trials", 240, 10_000), size("lethal_share", 60, 60), 60
+    trials, share, builds = size("trials"), size("lethal_share"), 60
     monkeypatch.setattr(worker, "Child", NearChild)
     NearChild.real = 0
-    monkeypatch.setattr("near_child.LETHAL_SECONDS", 2.5)
     counts: Counter[str] = Counter()
     wins = done = 0
-    first = run = size("seed", 0, 0) * 1000
+    first = run = sequence() * 1000
     tame = [d for d in hostile_backend.DEEDS if d not in LETHAL | {*MACHINE, "work"}]
     wild = sorted(LETHAL - {"fill"})
     whole = hostile_backend.CATALOG
@@ -163,7 +162,7 @@ def test_every_deed_in_real_children(hostile_model: Model, reachable: None, tmp_
     from routepilot.training.session import Session
 
     deeds = [d for d in (*NAMES, *MASKED) if d not in ("fill",)]
-    if not size("all_deeds", 0, 1):
+    if not size("all_deeds"):
         deeds = "daemon pipe pipe_json pipe_flood silence overfit".split()
     config = SessionConfig(
         backend=BACKEND, plan=PLAN, deadline_seconds=8.0, memory_limit_bytes=600 << 20
@@ -241,11 +240,11 @@ def test_no_difference_is_called_a_win_in_at_most_five_percent(
     hostile_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Routes that differ in nothing but their luck, on a machine as restless as ours."""
-    runs = size("no_difference", 60, 500)
+    runs = size("no_difference")
     monkeypatch.setattr(worker, "Child", NearChild)
     monkeypatch.setattr(hostile_backend, "CATALOG", hostile_backend.offering([]))
     wins = challenged = 0
-    first = size("seed", 0, 0) * 1000
+    first = sequence() * 1000
     for run in range(first, first + runs):
         options = {"flat": "1", "noise": "machine", "seed": str(run)}
         hostile_backend.MACHINE.cache_clear()
@@ -271,7 +270,7 @@ def test_no_difference_on_a_real_clock(
     hostile_model: Model, reachable: None, tmp_path: Path
 ) -> None:
     """The same with engines that are busy for a real millisecond, in real children."""
-    runs, wins = size("real_runs", 1, 20), 0
+    runs, wins = size("real_runs"), 0
     for run in range(runs):
         from routepilot.env.store import RecordStore
         from routepilot.training.search import confirm_best

@@ -33,7 +33,7 @@ from killing import (
     warm,
     workers,
 )
-from sizes import report, size
+from sizes import report, sequence, size
 
 from routepilot.env.child import MARK_VARIABLE
 from routepilot.env.store import RecordStore
@@ -194,33 +194,27 @@ def train(place: Path) -> Course:
     )  # fmt: skip
 
 
-#: Course, its kills of parents and of children: short, and long.
-COURSES = [(tune, (3, 4), (200, 200)), (collect, (2, 2), (200, 200)), (compare, (2, 0), (30, 30)),
-           (train, (1, 0), (200, 0))]  # fmt: skip
+BOTH = ("parent", "child")
+
+#: Course, and who is killed of it.
+COURSES = [(tune, BOTH), (collect, BOTH), (compare, BOTH), (train, ("parent",))]
 
 
-@pytest.mark.parametrize(
-    ("make", "short", "long"), COURSES, ids=lambda x: getattr(x, "__name__", "")
-)
-def test_killed_at_any_moment(
-    make: Any, short: tuple[int, int], long: tuple[int, int], place: Path
-) -> None:
+@pytest.mark.parametrize(("make", "victims"), COURSES, ids=lambda x: getattr(x, "__name__", ""))
+def test_killed_at_any_moment(make: Any, victims: tuple[str, ...], place: Path) -> None:
     name = make.__name__
     if name == "compare":
         pytest.importorskip("optuna")
     if name == "train":
         pytest.importorskip("stable_baselines3")
-    kills = {
-        whom: size(f"kills_of_{name}", *both) if both[1] else 0
-        for whom, both in zip(("parent", "child"), zip(short, long, strict=True), strict=True)
-    }
+    kills = dict.fromkeys(victims, size(f"kills_of_{name}"))
     loaded = (
         ["torch._dynamo", "stable_baselines3", "routepilot.training.train"]
         if name == "train"
         else []
     )
     with warm(place, *loaded) as begin:
-        rng = random.Random(size("seed", 7, 7))
+        rng = random.Random(sequence(7))
         killer = Killer(make(place), place, begin, kills, rng)
         killer.kill_all()
     report(f"kill {name}", **killer.figures())
@@ -274,7 +268,7 @@ def test_helpers_of_a_killed_run_end_with_the_next() -> None:
 
 def test_a_store_under_fire(place: Path) -> None:
     """Writers killed between and inside transactions: the store opens, sound, with what it had."""
-    kills = size("kills_of_writers", 10, 200)
+    kills = size("kills_of_writers")
     code = (
         "import sys; sys.path.insert(0, sys.argv[2]); import synthetic\n"
         "from pathlib import Path\n"

@@ -28,7 +28,7 @@ from killing import (
     warm,
     workers,
 )
-from sizes import report, size
+from sizes import report, sequence, size
 
 from routepilot.env.tables import load_table
 
@@ -125,7 +125,7 @@ def collect(backend: str, model: Path, place: Path) -> Course:
 
 #: Every verb on every backend; `make test` has no time for more than some.
 PAIRS = [(make, backend) for make in (tune, collect) for backend in PLANS]
-if not size("all_compilers", 0, 1):
+if not size("all_compilers"):
     PAIRS = [(tune, "cpu"), (collect, "onnxruntime")]
 
 
@@ -135,10 +135,10 @@ def test_killed_at_any_moment(
 ) -> None:
     if backend != "onnxruntime":
         pytest.importorskip("openvino")
-    kills = size("kills_of_compilers", 1, 17)
+    kills = size("kills_of_compilers")
     with warm(place) as begin:
         course = make(backend, tiny_file, place)
-        rng = random.Random(size("seed", 11, 11))
+        rng = random.Random(sequence(11))
         killer = Killer(course, place, begin, {"parent": kills, "child": kills}, rng)
         killer.kill_all()
     report(f"kill {course.name} on {backend}", **killer.figures())
@@ -169,9 +169,9 @@ def live(model: Path, place: Path) -> Course:
 
 def test_compiles_of_tensorrt_rtx_killed_at_any_moment(place: Path, tiny_file: Path) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
-    kills = size("kills_of_rtx", 2, 40)
+    kills = size("kills_of_rtx")
     with warm(place) as begin:
-        rng = random.Random(size("seed", 13, 13))
+        rng = random.Random(sequence(13))
         killer = Killer(live(tiny_file, place), place, begin, {"parent": kills}, rng)
         killer.kill_all()
     report("kill live on tensorrt_rtx", **killer.figures())
@@ -190,8 +190,8 @@ def test_an_inductor_build_killed_under_way_is_made_again(place: Path) -> None:
         "tune", place / "net.pt2", "-o", place / "out", "--backend", "inductor", "--agent",
         "random", "--max-builds", 1, "--option", "device=cpu", "--deadline", "300", "--json",
     )  # fmt: skip
-    kills = size("kills_of_inductor", 1, 4)
-    rng = random.Random(size("seed", 12, 12))
+    kills = size("kills_of_inductor")
+    rng = random.Random(sequence(12))
     for number in range(kills):
         process = start(command)
         end = time.monotonic() + 240

@@ -16,7 +16,7 @@ import pytest
 import synthetic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sizes import report, size
+from sizes import report, sequence, size
 
 from routepilot.agents import AGENTS, make_factory
 from routepilot.agents import policy as policies
@@ -30,24 +30,19 @@ from routepilot.env.outcomes import Outcome
 from routepilot.env.records import RouteTable
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog, Knob, Requirement, Route
 
-MILLION = 1_000_000
-
-#: Routes that each of the eight quick agents is asked for: two million in all.
-AGENT_STEPS = 250_000
-
-#: Agents whose step takes milliseconds, or a good part of one -> their steps, short and long; the
-#: others get `AGENT_STEPS`. Those that act on a surrogate walk on `small()`.
+#: Agents whose step takes milliseconds, or a good part of one -> their share of `slow_agent_steps`.
+#: Those that act on a surrogate walk on `small()`.
 SLOW = {
-    "two-way-gp": (64, 100_000),
-    "greedy": (64, 100_000),
-    "thompson": (64, 100_000),
-    "ppo": (64, 100_000),
-    "transfer-gp": (64, 100_000),
-    "grace": (64, 10_000),
-    "forest": (16, 1_000),
-    "forest-scratch": (16, 1_000),
-    "tpe": (20, 20_000),
-    "gp": (4, 160),
+    "two-way-gp": 1.0,
+    "greedy": 1.0,
+    "thompson": 1.0,
+    "ppo": 1.0,
+    "transfer-gp": 1.0,
+    "tpe": 1.0,
+    "grace": 0.5,
+    "forest": 0.05,
+    "forest-scratch": 0.05,
+    "gp": 0.008,
 }
 
 #: Who keeps a surrogate of every record at every step.
@@ -139,10 +134,9 @@ def test_no_agent_sends_what_is_not_allowed(name: str) -> None:
         pytest.importorskip("torch")
     if name.startswith("forest"):
         pytest.importorskip("sklearn")
-    short, long = SLOW.get(name, (2_000, AGENT_STEPS))
-    steps = size("slow_agent_steps" if name in SLOW else "agent_steps", short, long)
-    steps = min(steps, long)
-    make, rng = factory_of(name), np.random.default_rng(size("seed", 0, 0))
+    slow = SLOW.get(name)
+    steps = size("agent_steps") if slow is None else math.ceil(slow * size("slow_agent_steps"))
+    make, rng = factory_of(name), np.random.default_rng(sequence())
     catalog, cards = table().catalog, table().models
     every = synthetic.routes()[1:]
     if name in BELIEVERS:  # whose candidates and neighbours are few, too
@@ -183,7 +177,7 @@ def catalogs(draw: st.DrawFn) -> Catalog:
 
 
 @settings(
-    max_examples=size("made_catalogs", 30, 2_000),
+    max_examples=size("made_catalogs"),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -231,8 +225,8 @@ def test_every_action_that_an_environment_offers_is_allowed(kind: str) -> None:
     from routepilot.env.route_env import LiveRouteSelectionEnv, Randomness, RouteSelectionEnv
     from routepilot.env.surrogate import Surrogate
 
-    steps = size("environment_steps", 400, MILLION // 2)
-    rng = np.random.default_rng(size("seed", 0, 0))
+    steps = size("environment_steps")
+    rng = np.random.default_rng(sequence())
     if kind == "recorded":
         env = RouteSelectionEnv(small(), randomness=Randomness((1, 12), noise=True, share=0.3))
     else:
@@ -268,7 +262,7 @@ def test_masked_actions_are_never_taken_by_the_policy() -> None:
     from routepilot.env.episode import CONTEXT_FEATURES, ROW_FEATURES, ROWS, Observation
 
     rng = np.random.default_rng(0)
-    steps = size("mask_steps", 3_000, MILLION // 4)
+    steps = size("mask_steps")
     logits = np.zeros(1)
     for number in range(steps):
         if number % 1000 == 0:

@@ -92,12 +92,13 @@ def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
         tmp_path.chmod(0o755)
 
 
-@pytest.mark.parametrize("place", ["/proc/routepilot", "/dev/null/out", "/sys/out"])
+@pytest.mark.parametrize("place", ["/proc/routepilot", "/dev/null/out", "/sys/out", "A" * 300])
 def test_a_place_that_takes_no_files_is_named(place: str) -> None:
-    from routepilot.training.files import ensure_folder
+    from routepilot.training.files import Output, ensure_folder
 
-    with pytest.raises(RoutePilotError, match="cannot be written"):
-        ensure_folder(Path(place))
+    for make in (ensure_folder, Output):
+        with pytest.raises(RoutePilotError, match="cannot be written"):
+            make(Path(place))
 
 
 def test_a_build_that_fills_the_disk_is_at_fault_itself(
@@ -235,7 +236,7 @@ def test_eight_simulated_hours_leave_memory_and_files_flat(tmp_path: Path) -> No
     from routepilot.training.session import SessionConfig
     from routepilot.training.tune import tune
 
-    builds = size("long_builds", 240, 2_400)
+    builds = size("long_builds")
     deeds = "nan shape inaccurate fail refuse run_raise overfit".split()
     process, original, whole = psutil.Process(), worker.Child, hostile_backend.CATALOG
     worker.Child = NearChild  # type: ignore[misc,assignment]
