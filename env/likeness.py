@@ -36,8 +36,8 @@ class Kernel:
         width: Length scale of features, in root-mean-square standard deviations.
         strong: Decay of likeness for each differing knob marked as strong.
         weak: Decay for each other differing knob.
-        probes: Variance of what the added errors (`roundings.py`) get wrong of the loss, linear in the
-            probes.
+        probes: Variance of what the added errors (`roundings.py`) get wrong of the loss, linear in
+            the probes.
         beside: Share of the other variances that the loss keeps beside it.
     """
 

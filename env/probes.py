@@ -61,8 +61,8 @@ NAMES: tuple[str, ...] = tuple(name for name, _, _ in PROBES)
 #: grows when what a probe does changes, so that older ones are made anew.
 FILE, TRIES = "probes-2.json", "tries"
 
-#: Most input sets that a probe runs: all that `tune` and the corpus have. One near a decision of the
-#: model can lose a thousand times as much as the others.
+#: Most input sets that a probe runs: all that `tune` and the corpus have. One near a decision of
+#: the model can lose a thousand times as much as the others.
 SETS = 8
 
 #: Log10 errors beyond these are told apart no further.

@@ -1,8 +1,8 @@
 """Graphs whose numbers are rounded as a compiler's precision would round them.
 
 Owns the rewriting: ONNX graph in, ONNX graph out, which still computes in float32 but lets through
-only what bf16, fp16, TF32 or int8 can hold. Runs nothing; `probes.py` does. Branches and loops keep their
-inner graphs as they are.
+only what bf16, fp16, TF32 or int8 can hold. Runs nothing; `probes.py` does. Branches and loops keep
+their inner graphs as they are.
 """
 
 from __future__ import annotations

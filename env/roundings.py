@@ -20,8 +20,8 @@ from routepilot.env.features import PROBES
 from routepilot.env.likeness import encode
 from routepilot.env.routes import DEFAULT_ROUTE, Catalog
 
-#: What a log weight is drawn to, and how much that counts beside one outcome: a knob that was seldom
-#: built is thought to round little.
+#: What a log weight is drawn to, and how much that counts beside one outcome: a knob that was
+#: seldom built is thought to round little.
 LITTLE, PULL = -8.0, 0.02
 
 #: Decades beyond which an outcome that does not fit counts linearly.
@@ -98,7 +98,7 @@ class Roundings:
         return found
 
     def _changed(self, codes: NDArray[np.int64]) -> Floats:
-        """1 for each value that a route changes a knob to, and in the last column for all routes."""
+        """1 for each value that a route changes a knob to; the last column is 1 for all routes."""
         columns = [
             codes[:, knob] == value
             for knob, size in enumerate(self._sizes)

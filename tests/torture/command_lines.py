@@ -63,7 +63,6 @@ def run_line(app: Callable[..., object], words: list[str], where: Path) -> None:
 
 def options(place: Path) -> tuple[bytes, Reader]:
     """Command lines, run in this process in an empty folder."""
-
     app, rng = typer.main.get_command(whole_app()), random.Random(1)  # made once: it takes a while
 
     def read(where: Path, data: bytes) -> None:
@@ -111,7 +110,6 @@ def verbs() -> dict[str, list[str]]:
 
 def every_option(place: Path) -> tuple[bytes, Reader]:
     """Each option of each verb in turn, with whatever comes, run as `options` does."""
-
     app, known = typer.main.get_command(whole_app()), verbs()
     lines = {
         name: next(end for end in ENDS if end == name or end.startswith(f"{name} "))
