@@ -76,7 +76,8 @@ def table(models: int = 8) -> RouteTable:
     for kind in range(models):
         features = rng.normal(0, 0.2, len(FEATURE_NAMES))
         features[:8] += kind % 2
-        probes = np.log10([HALF_LOSS, HALF_LOSS / 8, *[INT_LOSSES[kind % 2]] * 3])
+        halves = [HALF_LOSS, HALF_LOSS / 8, HALF_LOSS / 8]  # bf16, fp16, TF32
+        probes = np.log10([*halves, *[INT_LOSSES[kind % 2]] * 3])
         features[PROBES] = probes + features[PROBES]  # probes foresee the loss, nearly
         fingerprint = f"{kind:064x}"
         family = f"family{kind // 2}"

@@ -22,9 +22,11 @@ from routepilot.env.rounding import (
     PRODUCTS,
     in_16_bits,
     in_int8,
+    in_tf32,
     to_bf16,
     to_fp16,
     to_int8,
+    to_tf32,
 )
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -324,7 +326,8 @@ def one_scale(weight: np.ndarray) -> np.ndarray:
 
 
 def test_the_scales_of_each_weight() -> None:
-    """Transposed convolutions by their second axis, products by the last, recurrences by none."""
+    """By output channel: transposed convolutions by their second axis, products by the last or,
+    where they transpose the weight, the first; recurrences by none."""
     t, g, r = normal(0, 2, 3, 2, 2), normal(1, 3, 4), normal(2, 1, 8, 4)
     bias, state = normal(3, 1, 16), normal(4, 1, 8, 2)
     nodes = [
@@ -341,7 +344,7 @@ def test_the_scales_of_each_weight() -> None:
     found = weights_of(in_int8(proto, CONVOLUTIONS | PRODUCTS, activations=False))
     middle = by_column(np.moveaxis(t, 1, -1).reshape(-1, 3)).reshape(2, 2, 2, 3)
     np.testing.assert_allclose(found["t"], np.moveaxis(middle, -1, 1), rtol=1e-5)
-    np.testing.assert_allclose(found["g"], by_column(g), rtol=1e-5)
+    np.testing.assert_allclose(found["g"], by_column(g.T).T, rtol=1e-5)
     np.testing.assert_allclose(found["r"], one_scale(r), rtol=1e-5)
     np.testing.assert_allclose(found["state"], one_scale(state), rtol=1e-5)
     for name in ("bias", "shift", "flat", "steps"):  # what is added, and sizes
@@ -403,3 +406,32 @@ def test_what_int8_leaves_alone() -> None:
     for name, weight in weights.items():
         np.testing.assert_array_equal(weights_of(rounded)[name], weight)
     assert [n.op_type for n in rounded.graph.node] == [n.op_type for n in nodes]
+
+
+@given(ORDINARY)
+def test_tf32_keeps_ten_bits(value: float) -> None:
+    (found,) = to_tf32(f32(value))
+    (bits,) = struct.unpack("<I", struct.pack("<f", found))
+    assert bits & 0x1FFF == 0
+    assert abs(float(found) - value) <= 2.0**-11 * abs(value)
+
+
+def test_tf32_has_the_range_of_float32() -> None:
+    large = f32(1e5, -3e38, 1e38, -1e-30)
+    np.testing.assert_allclose(to_tf32(large), large, rtol=2.0**-11)
+    assert np.isinf(to_tf32(f32(np.inf)))[0]
+
+
+def test_tf32_rounds_weights_and_every_result() -> None:
+    weight = normal(0, 4, 5)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["m"]),
+        helper.make_node("Relu", ["m"], ["y"]),
+    ]
+    proto = graph(nodes, {"x": [3, 4]}, {"w": weight})
+    x = normal(1, 3, 4)
+    exact = x @ to_tf32(weight)
+    expected = np.maximum(to_tf32(exact.astype(np.float32)), 0)
+    found = run(in_tf32(proto), x=x)
+    np.testing.assert_allclose(found, expected, rtol=2.0**-10)  # sums in another order
+    assert (np.ascontiguousarray(found).view(np.uint32) & 0x1FFF == 0).all()
