@@ -107,7 +107,7 @@ def test_fast_is_told_apart_from_the_best_and_a_single_figure_from_two() -> None
     assert facts["fast_share"] == pytest.approx((0.2 + 0.3) / (0.4 + 0.3))
     assert facts["coverage"]["common_routes"] == facts["coverage"]["single_changes_common"] == 1
     lines = " ".join(in_words(facts))
-    assert "of the other 2 bests 1 were built and timed a second time" in lines
+    assert "of the other 2 bests 1 was built and timed a second time" in lines
     assert "No controls." in lines
     assert noise_floor(made(first)) is None
 
