@@ -56,7 +56,7 @@ class Output:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # Not `Path.exists`, which raises for a name too long and a folder not ours to see.
+        # `Path.exists` raises for a name too long and for a folder that nobody may see.
         missing = [place for place in (folder, *folder.parents) if not os.path.exists(place)]
         self._made, self._kept = missing, not missing
         ensure_folder(folder)
