@@ -101,26 +101,38 @@ class MixedAgent(SweepAgent):
             yield from mixed_second_phase(self._expression, self.problem.catalog, positive)
 
     def positive_knobs(self) -> list[str]:
-        """Knobs whose single change was accurate and clearly faster, best first, ten at most."""
+        """Knobs whose single change was accurate and clearly faster, best first, ten at most.
+
+        A change is one from the route that the expression pins, and faster is faster than that.
+        """
+        pinned = self.problem.catalog.route(self._expression.pinned)
+        start = self.told.get(pinned)
+        already = start.gain if start is not None else 0.0
         best: dict[str, float] = {}
         for route, outcome in self.told.items():
-            if len(route.settings) == 1 and _is_win(outcome):
-                (name, _), *_ = route.settings
+            changes = set(route.settings) ^ set(pinned.settings)
+            names = {name for name, _ in changes}
+            if len(names) == 1 and _is_win(outcome, already):
+                (name,) = names
                 best[name] = max(best.get(name, 0.0), outcome.log_speedup)
         return sorted(best, key=lambda name: -best[name])[:MIXED_KNOBS]
 
 
-def _is_win(outcome: Outcome) -> bool:
+def _is_win(outcome: Outcome, already: float) -> bool:
     measured = outcome.measurement
-    return outcome.is_feasible and measured is not None and measured.low > 0
+    return outcome.is_feasible and measured is not None and measured.low > already
 
 
 class RecentredAgent(OrderedAgent):
-    """`fast` around the best so far: coordinate descent that moves as soon as a change helps."""
+    """`fast` around the best so far: coordinate descent that moves as soon as a change helps.
+
+    It starts from the route that the expression pins.
+    """
 
     def __init__(self, problem: Problem, expression: Expression | None = None) -> None:
         super().__init__("recentred", problem)
         self._expression = _expression(problem, expression)
+        self._pinned = problem.catalog.route(self._expression.pinned)
         self._walk = self._changes()
         self._inert: set[tuple[str, str]] = set()
 
@@ -143,6 +155,8 @@ class RecentredAgent(OrderedAgent):
         return not (precise or self._inert.isdisjoint(route.settings))
 
     def _changes(self) -> Iterator[Route]:
+        if not self._pinned.is_default:
+            yield self._pinned
         while True:
             start = self._centre()
             for name, values in reversed(self._expression.variables):
@@ -155,7 +169,7 @@ class RecentredAgent(OrderedAgent):
 
     def _centre(self) -> Route:
         best = self.incumbent
-        return best.route if best is not None else DEFAULT_ROUTE
+        return best.route if best is not None else self._pinned
 
 
 class RandomAgent(OrderedAgent):

@@ -12,7 +12,13 @@ from routepilot.agents import AGENTS, NEEDS_POLICY, NEEDS_TABLE, make_factory
 from routepilot.agents.base import AgentFactory, Problem, search
 from routepilot.agents.conformance import check_agent
 from routepilot.agents.pool import first_candidates
-from routepilot.agents.sweeps import MixedAgent, RandomAgent, mixed_second_phase, random_route
+from routepilot.agents.sweeps import (
+    MixedAgent,
+    RandomAgent,
+    RecentredAgent,
+    mixed_second_phase,
+    random_route,
+)
 from routepilot.agents.transfer import greedy_coreset
 from routepilot.env.backends.recorded import Replay
 from routepilot.env.errors import InputError
@@ -22,6 +28,8 @@ from routepilot.env.routes import DEFAULT_ROUTE, Route, parse_expression, sweep_
 REPLAY = Replay(synthetic.table())
 KNOWN = REPLAY.without_families(("family3",))
 NAMES = [name for name in AGENTS if name not in {*NEEDS_POLICY, "oracle"}]
+
+CATALOG = synthetic.CATALOG
 
 
 def factory(name: str) -> AgentFactory:
@@ -102,6 +110,44 @@ def test_sweeps_take_an_expression() -> None:
         "-level=0 -fuse=off",
         "-level=1 -fuse=off",
     ]
+
+
+def test_mixed_compares_with_the_route_that_an_expression_pins() -> None:
+    expression = parse_expression("-level=1 -precision=[full|half] -fuse=[on|off]", CATALOG)
+    gains = {"-level=1": 0.2, "-precision=half -level=1": 0.4, "-level=1 -fuse=off": 0.3}
+
+    def evaluate(route: Route) -> Outcome:
+        measured = synthetic.measurement(gains.get(str(route), 0.1))
+        return Outcome(route, Status.OK, measurement=measured)
+
+    agent = MixedAgent(Problem(CATALOG, None, None, 9, 0), expression)
+    routes = [str(o.route) for o in search(agent, evaluate, 9)]
+    assert agent.positive_knobs() == ["-precision", "-fuse"]
+    assert routes == [
+        "-level=1",
+        "-level=1 -fuse=off",
+        "-precision=half -level=1",
+        "-precision=half -level=1 -fuse=off",  # the second phase
+    ]
+    gains["-level=1"] = 0.35  # faster than the default and slower than what is pinned is no gain
+    slower = MixedAgent(Problem(CATALOG, None, None, 9, 0), expression)
+    search(slower, evaluate, 9)
+    assert slower.positive_knobs() == ["-precision"]
+
+
+def test_recentred_never_leaves_what_an_expression_pins() -> None:
+    expression = parse_expression("-level=1 -precision=[full|half] -fuse=[on|off]", CATALOG)
+    agent = RecentredAgent(Problem(CATALOG, None, None, 9, 0), expression)
+    gains = {"-level=1 -fuse=off": 0.2, "-precision=half -level=1 -fuse=off": 0.3}
+
+    def evaluate(route: Route) -> Outcome:
+        measured = synthetic.measurement(gains.get(str(route), -0.1))
+        return Outcome(route, Status.OK, measurement=measured)
+
+    routes = [o.route for o in search(agent, evaluate, 9)]
+    assert [str(r) for r in routes[:2]] == ["-level=1", "-level=1 -fuse=off"]
+    assert all(r.values["-level"] == "1" for r in routes)
+    assert "-precision=half -level=1 -fuse=off" in map(str, routes)
 
 
 @given(st.integers(0, 1000))
