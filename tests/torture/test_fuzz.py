@@ -479,6 +479,11 @@ def swallow() -> None:
             continue
 
 
+def sleep_and_refuse() -> None:
+    time.sleep(0.4)
+    raise RoutePilotError("no")
+
+
 def lean_on_a_thread() -> None:
     worker = threading.Thread(target=lambda: sum(i * i for i in range(3_000_000)))
     worker.start()
@@ -489,6 +494,7 @@ def lean_on_a_thread() -> None:
     ("deed", "words"),
     [
         (lambda: time.sleep(0.4), "s asleep"),
+        (sleep_and_refuse, "s asleep"),
         (lambda: threading.Event().wait(0.4), "s asleep"),
         (lambda: sum(i * i for i in range(10_000_000)), "s of work"),
         (swallow, "not back"),
