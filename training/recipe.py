@@ -215,7 +215,7 @@ def _read(value: Any, hint: Any, key: str, where: str) -> Any:
         hints = get_type_hints(hint)
         if not isinstance(value, Mapping):
             raise _wrong(value, f"settings of {', '.join(hints)}", key, where)
-        for name in value:
+        for name in map(str, value):  # YAML has keys that are no words
             if name not in hints:
                 raise InputError(f"{where} has no setting {key}.{name}; {_nearest(name, hints)}")
         return hint(**{n: _read(v, hints[n], f"{key}.{n}", where) for n, v in value.items()})

@@ -47,7 +47,8 @@ def has_settled(scores: Sequence[float]) -> bool:
     if len(scores) < WINDOW:
         return False
     places = np.arange(WINDOW, dtype=float) - (WINDOW - 1) / 2
-    last = np.asarray(scores[-WINDOW:], float)
+    # From the first one, so that equal scores have no slope of rounding.
+    last = np.asarray(scores[-WINDOW:], float) - scores[-WINDOW]
     slope = float(places @ last / (places @ places))
     residual = last - last.mean() - slope * places
     variance = float(residual @ residual) / (WINDOW - 2)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import pytest
 from watchdog import NotBack, Watchdog
 
+from routepilot.env.errors import RoutePilotError
+
 
 def swallow() -> None:
     while True:
@@ -16,6 +18,11 @@ def swallow() -> None:
             time.sleep(1000)
         except Exception:
             continue
+
+
+def sleep_and_refuse() -> None:
+    time.sleep(0.4)
+    raise RoutePilotError("no")
 
 
 def lean_on_a_thread() -> None:
@@ -28,6 +35,7 @@ def lean_on_a_thread() -> None:
     ("deed", "words"),
     [
         (lambda: time.sleep(0.4), "s asleep"),
+        (sleep_and_refuse, "s asleep"),
         (lambda: threading.Event().wait(0.4), "s asleep"),
         (lambda: sum(i * i for i in range(10_000_000)), "s of work"),
         (swallow, "not back"),

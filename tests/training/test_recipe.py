@@ -156,3 +156,9 @@ def test_the_command_reads_a_recipe_and_options_override_it(tmp_path: Path) -> N
         code, text = run(*words, "-o", str(tmp_path / "none"))
         assert code == 2 and said in text and "\n" not in text.strip()
     assert not (tmp_path / "none").exists()
+
+
+def test_a_setting_inside_a_setting_that_is_no_word_is_refused() -> None:
+    """YAML reads `{own: 0.2,0, width: 0.5}` as having a key that is a number."""
+    with pytest.raises(InputError, match=r"no setting kernel\.0; it knows shared"):
+        make_recipe({"kernel": {"own": 0.2, 0: None}}, "r.yaml")
