@@ -105,6 +105,12 @@ def load_table(path: Path) -> RouteTable:
                 f"route table {str(path)!r} has schema {version} and this version reads"
                 f" {SCHEMA_VERSION}; collect it again, or use the routepilot that wrote it"
             )
+        if tuple(description["features"]) != FEATURE_NAMES:
+            raise TableError(
+                f"route table {str(path)!r} has model features of another version; run the"
+                " `routepilot collect` that made it again beside its .sqlite file: it builds"
+                " nothing that is on record, and describes the models anew"
+            )
         return _table(description, data.to_pylist())
     except (KeyError, TypeError, ValueError) as error:
         words = " ".join(repr(error).split())
@@ -188,8 +194,6 @@ def _table(description: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) ->
         outcome = forms.unflatten(flat, Route.read(row["route"]))
         mine = outcomes.setdefault(row["fingerprint"], {})
         mine[outcome.route] = (*mine.get(outcome.route, ()), outcome)
-    if tuple(description["features"]) != FEATURE_NAMES:
-        raise ValueError("its model features are those of another version")
     return RouteTable(
         forms.catalog_from_json(description["catalog"]),
         forms.target_from_json(description["target"]),

@@ -48,7 +48,7 @@ def _rewritten(tmp_path: Path, **changes: object) -> Path:
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"schema": 7}, "schema 7"), ({"catalog": None}, "lacks"), ({"features": ["x"]}, "features")],
+    [({"schema": 7}, "schema 7"), ({"catalog": None}, "lacks"), ({"features": ["x"]}, "collect")],
 )
 def test_tables_of_another_make_are_refused(
     changes: dict[str, object], words: str, tmp_path: Path

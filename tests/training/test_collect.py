@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ from routepilot.env.accuracy import Gate, regate
 from routepilot.env.backends import load_backend
 from routepilot.env.errors import InputError
 from routepilot.env.models import Model
+from routepilot.env.records import ModelCard
 from routepilot.env.routes import DEFAULT_ROUTE
+from routepilot.env.store import RecordStore
 from routepilot.training.cli_corpus import family_and_model, own_family
 from routepilot.training.collect import (
     CorpusModel,
@@ -95,6 +98,35 @@ def test_collection_resumes_where_it_stopped(tiny: Model, tmp_path: Path) -> Non
     assert (card.family, card.trained) == ("toys", False)
     assert card.default_latency_ms > 0
     assert table.manifest["seed"] == 0
+
+
+def test_features_of_another_version_are_measured_anew_and_nothing_is_built(
+    tiny: Model, tmp_path: Path
+) -> None:
+    backend, heard = load_backend("cpu", {}), list[Progress]()
+    plan, store = plan_routes(backend.catalog(), 1)[:2], tmp_path / "records.sqlite"
+
+    def run() -> ModelCard:
+        heard.clear()
+        collect(
+            [CorpusModel(tiny, "toys", trained=False)],
+            store,
+            SessionConfig(),
+            plan,
+            tmp_path / "work",
+            repeats=Repeats(controls=0),
+            on_progress=heard.append,
+        )
+        key = backend.target().key
+        card = table_from_store(store, key, [tiny.fingerprint], {}).card(tiny.fingerprint)
+        assert card is not None
+        return card
+
+    card = run()
+    with RecordStore(store) as kept:
+        kept.add_model(replace(card, features=card.features[:-1]))  # one feature fewer
+    assert run() == card
+    assert all(p.outcome is None for p in heard)
 
 
 def test_a_model_of_ones_own_is_a_family_of_its_own_unless_told(tmp_path: Path) -> None:
