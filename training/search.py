@@ -89,7 +89,7 @@ class Search:
         if self.ended_by == "noise":
             return "the agent expects less of the next build than timing can tell apart"
         if self.ended_by == "agent":
-            return f"the agent {self.agent} has no more to ask"
+            return f"the agent {self.agent} asks for no more builds"
         return f"the budget of {counted(budget.max_builds, 'build')} is spent"
 
     def promising(self) -> list[Outcome]:

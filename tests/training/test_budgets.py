@@ -299,7 +299,7 @@ def test_a_collection_out_of_time_says_so(tiny_file: Path, tmp_path: Path) -> No
         ("builds", "the budget of 1 build is spent"),
         ("seconds", "the budget of 1.5 s is spent"),
         ("noise", "expects less of the next build than timing can tell"),
-        ("agent", "the agent fast has no more to ask"),
+        ("agent", "the agent fast asks for no more builds"),
     ],
 )
 def test_what_ended_a_search_is_told(ended_by: str, told: str) -> None:
