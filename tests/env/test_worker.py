@@ -422,7 +422,9 @@ def test_a_child_dies_with_its_parent(model, make, tmp_path, deed):
     assert gone(pids(tmp_path)[-1])
 
 
-def test_an_interrupt_kills_the_child_and_is_passed_on(make, tmp_path):
+def test_an_interrupt_kills_the_child_and_is_passed_on(make, tmp_path, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     worker = make()
     worker.default_outcome()
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()

@@ -262,6 +262,8 @@ def test_helpers_of_a_killed_run_end_with_the_next() -> None:
 
     environment = {**os.environ, MARK_VARIABLE: "999999999-0123"}
     helper = subprocess.Popen(["sleep", "1000"], env=environment, start_new_session=True)
+    while MARK_VARIABLE.encode() not in Path(f"/proc/{helper.pid}/environ").read_bytes():
+        time.sleep(0.01)  # a program that has just begun shows nothing yet
     child.end_orphans()
     assert helper.wait(5) == -signal.SIGKILL
 
