@@ -11,12 +11,16 @@ by one worker. The same command again goes on where it was.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from routepilot.env import zoo
+from routepilot.env.backends import load_backend
+from routepilot.env.backends.base import Target
+from routepilot.env.errors import InputError, RoutePilotError
 from routepilot.env.models import Model
 from routepilot.env.outcomes import Outcome
 from routepilot.env.records import ModelCard, RouteTable
@@ -117,8 +121,40 @@ def _figures_of(figures: Sequence[Outcome], own: Outcome) -> tuple[Outcome, ...]
     return tuple(replace(own, measurement=f.measurement) for f in figures if f.measurement)
 
 
+def check_machine(table: RouteTable, target: Callable[[], Target]) -> None:
+    """Refuse to mix figures of two processors, or of engines that this cannot time.
+
+    Args:
+        table: The table.
+        target: Tells the target of its backend here; asked only if the table is of a processor.
+
+    Raises:
+        InputError: The table is of another kind of engine, device or number of threads.
+    """
+    there = table.target
+    if "threads" not in there.settings:
+        raise InputError(
+            f"the table is of backend {there.backend}; a second sitting times engines that run on a"
+            " processor, of cpu, onnxruntime or openvino"
+        )
+    here = target()
+    if here.device != there.device:
+        raise InputError(
+            f"the table was measured on {there.device} and this is {here.device}; give a table of"
+            " this processor, or collect one with `routepilot collect`"
+        )
+
+
 def main() -> None:
     """See the module."""
+    try:
+        _run()
+    except RoutePilotError as error:
+        print(f"second_sitting: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _run() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("table", type=Path)
     parser.add_argument("-o", "--out", type=Path, required=True, help="Table to write.")
@@ -128,7 +164,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0, help="Begin no build after.")
     wanted = parser.parse_args()
     table, store = load_table(wanted.table), wanted.out.with_suffix(".sqlite")
-    config = SessionConfig(backend=table.target.backend, options={"threads": "1"})
+    threads = table.target.settings.get("threads", "1")
+    config = SessionConfig(backend=table.target.backend, options={"threads": threads})
+    check_machine(table, lambda: load_backend(config.backend, config.options).target())
     end, marks = time.monotonic() + wanted.seconds, wanted.marks.split(",")
     wanted.out.parent.mkdir(parents=True, exist_ok=True)
     for card, model in _corpus(table):
@@ -147,8 +185,6 @@ def main() -> None:
         )
         spent = time.monotonic() - begun
         print(f"{card.name}: {counted(len(routes), 'engine')}, {spent:.0f} s", flush=True)
-    from routepilot.env.backends import load_backend
-
     target = load_backend(config.backend, config.options).target()
     again = table_from_store(store, target.key, list(table.outcomes), {})
     save_table(with_sitting(table, again), wanted.out)

@@ -8,10 +8,16 @@ from dataclasses import replace
 import pytest
 import synthetic
 
+from routepilot.env.errors import InputError
 from routepilot.env.outcomes import Outcome, Status
 from routepilot.env.records import RouteTable
 from routepilot.env.routes import DEFAULT_ROUTE, Route
-from routepilot.training.second_sitting import engines, with_sitting, worth_again
+from routepilot.training.second_sitting import (
+    check_machine,
+    engines,
+    with_sitting,
+    worth_again,
+)
 
 FAST, TWIN, HALF, SLOW, LOSSY, FAILED = (
     Route.read(text)
@@ -84,3 +90,13 @@ def test_new_figures_replace_the_old_of_the_same_engine() -> None:
         assert found[route] == built()[route]
     assert merged.models[0].default_latency_ms == pytest.approx(5.0)
     assert merged.manifest == table.manifest
+
+
+def test_figures_of_two_machines_are_not_mixed() -> None:
+    table = synthetic.table(1)
+    check_machine(table, lambda: table.target)
+    with pytest.raises(InputError, match="measured on no device and this is Other"):
+        check_machine(table, lambda: replace(table.target, device="Other"))
+    on_gpu = replace(table, target=replace(table.target, backend="cuda", settings={}))
+    with pytest.raises(InputError, match="table is of backend cuda"):
+        check_machine(on_gpu, lambda: table.target)
