@@ -170,6 +170,9 @@ def _run() -> None:
     end, marks = time.monotonic() + wanted.seconds, wanted.marks.split(",")
     wanted.out.parent.mkdir(parents=True, exist_ok=True)
     for card, model in _corpus(table):
+        if time.monotonic() > end:
+            print("the time is up; the same command goes on", flush=True)
+            break
         routes = worth_again(table.outcomes[card.fingerprint], wanted.fastest, marks)
         begun = time.monotonic()
         collect(
