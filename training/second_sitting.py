@@ -34,7 +34,8 @@ from routepilot.training.slots import Slot
 #: Relative L2 errors at each of which a model's fastest engines are timed again.
 LIMITS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
-#: What is built once more in the sitting itself: the default, and the fastest at each limit.
+#: What is built once more in the sitting itself: the default, and the fastest at the limits that a
+#: collection builds twice at (`rechecks.LIMITS`).
 REPEATS = Repeats(controls=2, best=3)
 
 Outcomes = Mapping[Route, tuple[Outcome, ...]]

@@ -12,6 +12,7 @@ from routepilot.agents.believer import greedy
 from routepilot.agents.pool import first_candidates
 from routepilot.env.accuracy import Gate
 from routepilot.env.backends.tensorrt_catalog import make_catalog, shipped_routes_json
+from routepilot.env.episode import ROW_FEATURES, Episode
 from routepilot.env.likeness import Kernel
 from routepilot.env.liveness import Liveness
 from routepilot.env.liveness_pool import Found
@@ -162,6 +163,11 @@ def test_a_route_that_may_do_nothing_is_believed_to_do_little() -> None:
     np.testing.assert_allclose(found.speed.mean, belief.speed.mean * share)
     np.testing.assert_allclose(found.speed.sd, belief.speed.sd * np.sqrt(share))
     np.testing.assert_allclose(found.prior_sd, found.speed.sd)
+    assert found.acts.tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert (belief.acts == 0.5).all()  # nothing is on record
+    column = [name for name, _ in ROW_FEATURES].index("acts")
+    seen = Episode(catalog, routes, found, 4, 1e-2, 0.0, np.random.default_rng(0)).observation()
+    assert seen.rows[:4, column].tolist() == found.acts[seen.places[:4]].tolist()
     assert np.linalg.eigvalsh(found.speed.cov).min() > -1e-9
     assert weighed(belief, routes, {}) is belief
     half = weighed(belief, routes, {TILING: 0.5, SPLIT: 0.5})

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from synthetic import table
@@ -35,6 +37,27 @@ def test_models_alike_count_more():
         count = len(replay.models)
         expected = (own + FLOOR * count * others) / (1 + FLOOR * count)
         assert found.near(1.0) == pytest.approx(expected)
+
+
+def test_the_chance_to_act_is_the_share_of_models_alike_with_another_engine():
+    replay = Replay(table(), Gate())
+    first = replay.models[0]
+    idle = first.routes[0]
+
+    def engine(outcome):
+        return replace(outcome, engine_hash=first.default.engine_hash)
+
+    same = replace(first, outcomes=tuple(engine(o) for o in first.outcomes))
+    assert (same.other == 0).all() and set(first.other[~np.isnan(first.other)]) == {1.0}
+    models, routes = [same, *replay.models[1:]], [idle, Route.read("-unknown=1")]
+    count = len(models)
+    for likeness, idles in ((0.0, FLOOR), (1.0, 1 + FLOOR)):
+        weight = np.zeros(count)
+        weight[0] = likeness
+        acts = PrecedentTable(models).of(routes, weight).acts()
+        others = FLOOR * (count - 1)
+        assert acts[0] == pytest.approx((others + 0.25) / (others + idles + 0.5))
+        assert acts[1] == pytest.approx(0.5)
 
 
 def test_some_of_the_routes():
