@@ -5,6 +5,8 @@ Imported by `cli.main`, which owns the application object.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -95,6 +97,13 @@ def confirm_live(
         bool,
         typer.Option("--free", help="Any legal route may be asked for, not those on record alone."),
     ] = False,
+    build_workers: Annotated[
+        int | None,
+        typer.Option(
+            help="For inductor: compile so many routes at once, of all models, and none while"
+            " anything is timed."
+        ),
+    ] = None,
     backend: BackendOpt = "cpu",
     effort: EffortOpt = Effort.STANDARD,
     tolerance: Annotated[float, typer.Option(help="Limit on the relative L2 error.")] = 1e-2,
@@ -120,13 +129,13 @@ def confirm_live(
     from routepilot.env.errors import InputError
     from routepilot.env.tables import load_table
     from routepilot.training import console
-    from routepilot.training.confirm_live import LivePlan
+    from routepilot.training.confirm_live import LivePlan, OpenSession
     from routepilot.training.confirm_live import confirm_live as run
     from routepilot.training.defaults import find_table, released_name
     from routepilot.training.files import ensure_folder
     from routepilot.training.inputs import backend_options
     from routepilot.training.live_figures import live_tables, write_live
-    from routepilot.training.session import SessionConfig
+    from routepilot.training.session import Session, SessionConfig
 
     names = tuple(dict.fromkeys(n.strip() for n in agents.split(",") if n.strip()))
     unknown = [name for name in names if name not in AGENTS]
@@ -138,7 +147,14 @@ def confirm_live(
     silent = quiet or json
     total = len(given) * len(names) * max_builds
     count = 0
-    with console.Steps("confirm-live", total, quiet=silent) as steps:
+    with ExitStack() as opened:
+        steps = opened.enter_context(console.Steps("confirm-live", total, quiet=silent))
+        open_session: OpenSession = Session
+        if build_workers is not None:
+            from routepilot.training.inductor_ahead import Ahead, AheadSession
+
+            ahead = opened.enter_context(Ahead(folder / "builds", build_workers, deadline))
+            open_session = partial(AheadSession, ahead=ahead)
 
         def hear(model: str, agent: str, number: int, outcome: Outcome) -> None:
             nonlocal count
@@ -160,6 +176,8 @@ def confirm_live(
             folder,
             say=(lambda _: None) if silent else console.say,
             on_outcome=hear,
+            open_session=open_session,
+            at_once=1 if build_workers is None else len(given),
         )
     write_live(result, folder)
     if json:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ FORM = 1
 
 #: Hears model, agent, build number and outcome.
 OnOutcome = Callable[[str, str, int, Outcome], None]
+
+#: Opens a model's session; takes what `Session` takes.
+OpenSession = Callable[..., Session]
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ def confirm_live(
     *,
     say: Say = silent,
     on_outcome: OnOutcome | None = None,
+    open_session: OpenSession = Session,
+    at_once: int = 1,
 ) -> dict[str, Any]:
     """Run the comparison live; repeating it goes on where it was.
 
@@ -87,6 +93,9 @@ def confirm_live(
         out: Folder for records and results, one folder a model.
         say: Hears one line a model.
         on_outcome: Hears every build.
+        open_session: Makes sessions whose builds do not disturb another's timing, where several
+            models are served at once.
+        at_once: Models at once, each in a thread of its own.
 
     Returns:
         `models`, each with its rows by agent; `given_up`, model -> why its default cannot be tuned;
@@ -100,22 +109,31 @@ def confirm_live(
         raise InputError(f"{plan.builds} builds were asked for; give 1 to {max(BUDGETS)}")
     ensure_folder(out)
     homes = [_fold(table, named, plan.split) for named in models]
-    done, given_up = [], {}
-    for named, fold in zip(models, homes, strict=True):
+    given_up: dict[str, str] = {}
+
+    def serve(named: NamedModel, fold: Fold) -> dict[str, Any] | None:
         settings = _settings(named, table, plan, config, fold)
         folder = out / f"{_plain(named.model.name)}-{named.model.fingerprint[:8]}"
         found = _finished(folder / "live.json", settings)
         if found is None:
             say(f"model {named.model.name}{_unknown(table, named)}")
+            live = _Live(named, table, plan, config, fold, open_session)
             try:
-                rows = _Live(named, table, plan, config, fold).run(folder, say, on_outcome)
+                rows = live.run(folder, say, on_outcome)
             except ModelError as error:
                 say(f"given up: {error}")
                 given_up[named.model.name] = str(error)
-                continue
+                return None
             found = {"settings": settings, **rows}
             write_json(folder / "live.json", found)
-        done.append({name: value for name, value in found.items() if name != "settings"})
+        return {name: value for name, value in found.items() if name != "settings"}
+
+    if at_once > 1:
+        with ThreadPoolExecutor(at_once) as pool:
+            served = list(pool.map(serve, models, homes))
+    else:
+        served = [serve(named, fold) for named, fold in zip(models, homes, strict=True)]
+    done = [found for found in served if found is not None]
     if not done:
         raise ModelError(f"no model could be tuned: {'; '.join(given_up.values())}")
     return {
@@ -141,8 +159,10 @@ class _Live:
         plan: LivePlan,
         config: SessionConfig,
         fold: Fold,
+        open_session: OpenSession,
     ) -> None:
         self._named, self._plan, self._config = named, plan, config
+        self._open = open_session
         self._replay = Replay(table, config.gate)
         self._card = _card(table, named)
         known = self._replay.without_families(fold.hidden)
@@ -158,7 +178,7 @@ class _Live:
         named, builds = self._named, self._plan.builds
         with (
             RecordStore(ensure_folder(folder) / "records.sqlite") as store,
-            Session(
+            self._open(
                 named.model,
                 self._config,
                 store,
@@ -212,11 +232,11 @@ class _Live:
         for number in range(self._plan.builds):
             shift = number % len(agents)
             order = [*list(agents)[shift:], *list(agents)[:shift]]
-            for name in (name for name in order if name in active):
-                route = agents[name].ask()
-                if route is None:
-                    active.remove(name)
-                    continue
+            asks = {name: agents[name].ask() for name in order if name in active}
+            routes = {name: route for name, route in asks.items() if route is not None}
+            active = [name for name in active if name in routes]
+            session.expect(list(routes.values()))
+            for name, route in routes.items():
                 outcome = session.outcome(route)
                 agents[name].tell(route, outcome)
                 asked[name].append(outcome)

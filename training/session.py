@@ -7,7 +7,7 @@ agent and prints nothing; callers pass `say` to hear what is going on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -222,6 +222,9 @@ class Session:
             )
         )
         return outcome
+
+    def expect(self, routes: Sequence[Route]) -> None:
+        """Hear which routes will be asked for next, for a session that can build ahead."""
 
     def is_known(self, route: Route) -> bool:
         """True when the outcome is on record and costs no new build."""
